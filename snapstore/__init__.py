@@ -1,0 +1,1 @@
+"""Content-addressed, deduplicating, verified storage for snapshots of GPU workloads."""
