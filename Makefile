@@ -1,0 +1,41 @@
+# Everything a developer types. `make help` lists it; a bare Debian 12 is enough to start.
+
+PYTHON := .venv/bin/python
+# More arguments for pytest: make test ARGS="-k roundtrip"
+ARGS ?=
+# Markers whose tests must run: a skipped one fails. Comma-separated; .ci/run sets it.
+SNAPSTORE_REQUIRE ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean setup criu
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: setup criu  ## snapshot a living process, delete it, bring it back (needs root or sudo)
+	@$(PYTHON) -m tools.demo
+
+test: setup criu lint  ## everything that has to pass before a commit
+	@$(PYTHON) -m pytest --numprocesses auto --dist loadgroup \
+		$(if $(SNAPSTORE_REQUIRE),--require $(SNAPSTORE_REQUIRE)) $(ARGS)
+
+lint: setup  ## style, types, layers
+	@$(PYTHON) -m ruff check --quiet .
+	@$(PYTHON) -m ruff format --check --quiet .
+	@$(PYTHON) -m mypy --no-error-summary
+	@report=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
+	@if [ -e tools/tidy.py ]; then $(PYTHON) -m tools.tidy; fi
+
+bench: setup  ## measure speed and size, against other tools where they are installed
+	@$(PYTHON) -m tools.bench $(ARGS)
+
+clean:  ## remove what make has made: .venv, CRIU, caches
+	rm -rf .venv tools/criu build dist *.egg-info .cache .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup:
+	@tools/setup.sh
+
+criu:
+	@tools/install_criu.sh

@@ -1,0 +1,1 @@
+"""Storage ports: opaque bytes by kind and name. Nothing here parses what it stores."""
