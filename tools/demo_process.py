@@ -8,8 +8,8 @@ offset of the open file:
 
     ping              a counter that a thread advances, the number of threads
     hash              SHA-256 of all the memory it made, computed from the live pages
-    touch MB SALT     rewrite MB megabytes in short runs of pages, spread over the first region
-    grow MB SALT      make MB megabytes more
+    touch MIB SALT    rewrite MIB mebibytes in short runs of pages, spread over the first region
+    grow MIB SALT     make MIB mebibytes more
     note TEXT         append a line to the open file
     quit              answer, then leave with status 0
 
@@ -57,31 +57,31 @@ class Subject:
     regions: list[mmap.mmap] = field(default_factory=list)
     ticks: int = 0
 
-    def grow(self, size_mb: int, salt: str) -> None:
-        """Add a region of `size_mb` megabytes of noise."""
-        region = private_memory(size_mb * MIB)
+    def grow(self, size_mib: int, salt: str) -> None:
+        """Add a region of `size_mib` mebibytes of noise."""
+        region = private_memory(size_mib * MIB)
         for start in range(0, len(region), MIB):
             region[start : start + MIB] = noise(f"{self.seed}/{salt}/{start}", MIB)
         self.regions.append(region)
 
-    def add_zero_pages(self, size_mb: int) -> None:
+    def add_zero_pages(self, size_mib: int) -> None:
         """Add a region whose first half is written with zeros and whose second is never touched.
 
         CRIU dumps the written half in full, since it does not look for zeros; the store must.
         """
-        region = private_memory(size_mb * MIB)
+        region = private_memory(size_mib * MIB)
         for start in range(0, len(region) // 2, PAGE):
             region[start] = 0
         self.regions.append(region)
 
-    def touch(self, size_mb: int, salt: str) -> int:
-        """Rewrite about `size_mb` megabytes of the first region; return the bytes rewritten.
+    def touch(self, size_mib: int, salt: str) -> int:
+        """Rewrite about `size_mib` mebibytes of the first region; return the bytes rewritten.
 
         Runs of 1 to 32 pages at even distances: processes rewrite memory here and there, not in
         one piece, and a store that only handles one piece would look better than it is.
         """
         region = self.regions[0]
-        wanted = min(size_mb * MIB, len(region))
+        wanted = min(size_mib * MIB, len(region))
         lengths: list[int] = []
         for draw in noise(f"{self.seed}/{salt}/runs", wanted // PAGE + 1):
             if sum(lengths) >= wanted:
@@ -111,10 +111,10 @@ class Subject:
                 facts = {"ticks": self.ticks, "threads": threading.active_count()}
             case ["hash"]:
                 facts = {"hash": self.digest()}
-            case ["touch", size_mb, salt]:
-                facts = {"written": self.touch(int(size_mb), salt)}
-            case ["grow", size_mb, salt]:
-                self.grow(int(size_mb), salt)
+            case ["touch", size_mib, salt]:
+                facts = {"written": self.touch(int(size_mib), salt)}
+            case ["grow", size_mib, salt]:
+                self.grow(int(size_mib), salt)
                 facts = {"regions": len(self.regions)}
             case ["note", *words]:
                 self.log.write(" ".join(words).encode() + b"\n")
@@ -169,15 +169,15 @@ def main() -> None:
     """Build the state, announce it in DIR/ready.json, and serve."""
     parser = argparse.ArgumentParser(description="A process made to be dumped and restored.")
     parser.add_argument("directory", type=Path, help="where log.txt and ready.json go")
-    parser.add_argument("--mb", type=int, default=300, help="megabytes of distinct memory")
-    parser.add_argument("--zero-mb", type=int, default=32, help="megabytes of zero memory")
+    parser.add_argument("--mib", type=int, default=300, help="mebibytes of distinct memory")
+    parser.add_argument("--zero-mib", type=int, default=32, help="mebibytes of zero memory")
     parser.add_argument("--seed", type=int, default=1, help="decides the content of the memory")
     options = parser.parse_args()
 
     with (options.directory / "log.txt").open("ab") as log, socket.socket() as listener:
         subject = Subject(seed=options.seed, log=log)
-        subject.grow(options.mb, "first")
-        subject.add_zero_pages(options.zero_mb)
+        subject.grow(options.mib, "first")
+        subject.add_zero_pages(options.zero_mib)
         subject.answer("note started")
         start_threads(subject)
         # Without this a restore could not bind while connections of the past are in TIME_WAIT.
