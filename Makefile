@@ -20,7 +20,7 @@ test: setup criu lint  ## everything that has to pass before a commit
 		$(if $(SNAPSTORE_REQUIRE),--require $(SNAPSTORE_REQUIRE)) $(ARGS)
 
 lint: setup  ## style, types, layers
-	@$(PYTHON) -m ruff check --quiet .
+	@$(PYTHON) -m ruff check --quiet --output-format concise .
 	@$(PYTHON) -m ruff format --check --quiet .
 	@$(PYTHON) -m mypy --no-error-summary
 	@report=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
@@ -37,5 +37,6 @@ clean:  ## remove what make has made: .venv, CRIU, caches
 setup:
 	@tools/setup.sh
 
-criu:
+# After setup also under `make -j`: two apt-get at once would lock each other out.
+criu: setup
 	@tools/install_criu.sh

@@ -19,29 +19,26 @@ as_root() {
     fi
 }
 
-# Runs a command with its output in a log file; shows the end of that only when the command fails.
-logged() {
-    local log=$1
-    shift
-    "$@" >"$log" 2>&1 || {
-        tail -n 25 "$log" >&2
+# Runs a command in silence; when it fails, shows the end of what it wrote.
+quietly() {
+    local output
+    output=$("$@" 2>&1) || {
+        tail -n 25 <<<"$output" >&2
         fail "failed: $*"
     }
 }
 
 # Installs those of the named Debian packages that are absent, and touches nothing else.
 ensure_packages() {
-    local package log missing=()
+    local package missing=()
     for package in "$@"; do
         dpkg-query --show --showformat='${db:Status-Status}' "$package" 2>/dev/null |
             grep -qx installed || missing+=("$package")
     done
     [ "${#missing[@]}" -gt 0 ] || return 0
     say "installing ${missing[*]}"
-    log=$(mktemp)
     # A bare container has no package lists, and old lists name files that mirrors have dropped.
-    logged "$log" as_root apt-get -q update
-    logged "$log" as_root env DEBIAN_FRONTEND=noninteractive \
+    quietly as_root apt-get -q update
+    quietly as_root env DEBIAN_FRONTEND=noninteractive \
         apt-get -q -y --no-install-recommends install "${missing[@]}"
-    rm -f "$log"
 }

@@ -181,8 +181,8 @@ def dump_twice(
 ) -> Vitals:
     """Dump the process while it goes on, then once more to its end; return its first vitals."""
     first, second = dumps
+    vitals = Vitals.of(process)
     with steps.step("dump it with CRIU; it goes on running"):
-        vitals = Vitals.of(process)
         dump_into(criu, process, first, leave_running=True)
         tell(f"SHA-256 of its memory is {vitals.memory[:HASH_SHOWN]}…")
 

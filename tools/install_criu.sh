@@ -78,16 +78,16 @@ private_apt() {
 
 # Fills the private lists of kind "deb" or "deb-src" from the first mirror that has the suite.
 update_lists() {
-    local kind=$1 mirror options='' log=$work/update.log
+    local kind=$1 mirror options='' output=''
     mkdir -p "$work"/{state,lists/partial,cache/archives/partial,log}
     : >"$work/status"
     if [ -e "$keyring" ]; then options="[signed-by=$keyring]"; fi
     while read -r mirror; do
         printf '%s %s %s %s main\n' "$kind" "$options" "$mirror" "$suite" >"$work/sources.list"
-        if private_apt -o APT::Update::Error-Mode=any update >"$log" 2>&1; then return 0; fi
+        if output=$(private_apt -o APT::Update::Error-Mode=any update 2>&1); then return 0; fi
     done < <(machine_mirrors)
-    [ -e "$log" ] || fail "no Debian mirror in this machine's apt sources"
-    tail -n 10 "$log" >&2
+    [ -n "$output" ] || fail "no Debian mirror in this machine's apt sources"
+    tail -n 10 <<<"$output" >&2
     fail "none of this machine's Debian mirrors gave the package lists of $suite"
 }
 
@@ -141,7 +141,7 @@ from_packages() {
     ensure_packages binutils xz-utils
     say "downloading CRIU and its libraries from Debian $suite"
     update_lists deb
-    logged "$work/download.log" private_apt --download-only install criu
+    quietly private_apt --download-only install criu
     mkdir "$work/root"
     for package in "$work"/cache/archives/*.deb; do
         dpkg-deb --extract "$package" "$work/root"
@@ -159,13 +159,13 @@ from_source() {
     read -r uri name size digest < <(private_apt --print-uris --download-only source criu |
         grep -E '\.orig\.tar\.[a-z0-9]+. ' | tr -d "'") || true
     [ -n "${digest:-}" ] || fail "the source index of $suite lists no original tarball of criu"
-    logged "$work/download.log" /usr/lib/apt/apt-helper -o APT::Sandbox::User=root \
+    quietly /usr/lib/apt/apt-helper -o APT::Sandbox::User=root \
         download-file "$uri" "$work/$name" "$digest"
     [ "$(stat --format=%s "$work/$name")" = "$size" ] || fail "$name is not $size bytes long"
     mkdir "$work/source"
     tar --extract --file "$work/$name" --directory "$work/source" --strip-components=1
     say "building $name (about a minute)"
-    logged "$work/build.log" make --directory "$work/source" -j "$(nproc)" criu NO_GNUTLS=1
+    quietly make --directory "$work/source" -j "$(nproc)" criu NO_GNUTLS=1
     strip "$work/source/criu/criu"
     assemble '' "$work/source/criu/criu"
 }
@@ -192,32 +192,37 @@ runs_sleep() { [ "$(cat "/proc/$1/comm" 2>/dev/null)" = sleep ]; }
 
 is_gone() { [ ! -e "/proc/$1" ]; }
 
-# Dumps a sleeping process, which ends it, and brings it back to life.
-smoke_test() {
-    local images=$work/images
-    say "testing: dump and restore of a small process"
-    mkdir "$images"
-    setsid sleep 600 </dev/null >/dev/null 2>&1 &
-    smoke_pid=$!
-    # Without this the shell would report its death, which is what a dump is.
-    disown "$smoke_pid"
-    # Between fork and exec it still is this shell, whose terminal cannot be dumped.
-    await runs_sleep "$smoke_pid"
-    as_root "$prefix/criu" dump -t "$smoke_pid" -D "$images" -o "$images/dump.log" -v2 ||
-        criu_failed dump "$images/dump.log"
-    # Its process id must be free again before the restore; the shell reaps it.
-    await is_gone "$smoke_pid"
-    as_root "$prefix/criu" restore --restore-detached --restore-sibling \
-        -D "$images" -o "$images/restore.log" -v2 || criu_failed restore "$images/restore.log"
-    runs_sleep "$smoke_pid" || fail "the restored process is not alive"
-    as_root kill -KILL "$smoke_pid"
-    smoke_pid=
+# Becomes a process that can be dumped: a session of its own, and no file but /dev/null. Whatever
+# else make or the caller left open here, a pipe above all, could not be restored.
+become_sleeper() {
+    local fd
+    for fd in /proc/self/fd/*; do
+        fd=${fd##*/}
+        [ "$fd" -le 2 ] || exec {fd}>&-
+    done
+    exec setsid sleep 600 </dev/null >/dev/null 2>&1
 }
 
-clean_up() {
-    if [ -n "$smoke_pid" ]; then as_root kill -KILL "$smoke_pid" 2>/dev/null || true; fi
-    # The images belong to root even where the rest does not.
-    rm -rf "$work" 2>/dev/null || as_root rm -rf "$work"
+# Dumps a sleeping process, which ends it, and brings it back to life. Runs as root throughout.
+smoke_test() {
+    local criu=$1/criu
+    images=$(mktemp -d)
+    sleeper=
+    trap 'rm -rf "$images"; [ -z "$sleeper" ] || kill -KILL "$sleeper" 2>/dev/null' EXIT
+    trap 'exit 130' INT TERM
+    become_sleeper &
+    sleeper=$!
+    # Without this the shell would report its death, which is what a dump is.
+    disown "$sleeper"
+    # Between fork and exec it still is this shell, whose files cannot be dumped.
+    await runs_sleep "$sleeper"
+    "$criu" dump -t "$sleeper" -D "$images" -o dump.log -v2 ||
+        criu_failed dump "$images/dump.log"
+    # Its process id must be free again before the restore; the shell reaps it.
+    await is_gone "$sleeper"
+    "$criu" restore --restore-detached --restore-sibling -D "$images" -o restore.log -v2 ||
+        criu_failed restore "$images/restore.log"
+    runs_sleep "$sleeper" || fail "the restored process is not alive"
 }
 
 install_by() {
@@ -226,12 +231,13 @@ install_by() {
     mkdir -p "$(dirname "$dest")"
     work=$(mktemp -d "$(dirname "$dest")/.criu-build.XXXXXX")
     prefix=$work/prefix
-    smoke_pid=
-    trap clean_up EXIT
+    trap 'rm -rf "$work"' EXIT
     trap 'exit 130' INT TERM
     "$route"
     is_installed "$prefix" || fail "got CRIU $(version_of "$prefix"), older than $version_min"
-    smoke_test
+    say "testing: dump and restore of a small process"
+    # In one process of root's own: CRIU may lack the right to look into other users' processes.
+    as_root "$BASH" "$0" --smoke-test "$prefix"
     rm -rf "$dest"
     mv --no-target-directory "$prefix" "$dest"
     say "CRIU $(version_of "$dest") is in $dest"
@@ -243,6 +249,10 @@ main() {
         case $1 in
         --from-packages) route=from_packages ;;
         --from-source) route=from_source ;;
+        --smoke-test) # for this script itself
+            smoke_test "$2"
+            return 0
+            ;;
         -h | --help)
             usage
             return 0

@@ -67,7 +67,7 @@ upgrade_pip() {
     version=$("$venv/bin/python" -c 'import pip; print(pip.__version__)')
     [ "$(printf '%s\n' "$pip_min" "$version" | sort -V | head -n 1)" = "$pip_min" ] && return 0
     say "upgrading pip from $version"
-    logged "$log" "$venv/bin/python" -m pip install --quiet --upgrade "pip>=$pip_min"
+    quietly "$venv/bin/python" -m pip install --quiet --upgrade "pip>=$pip_min"
 }
 
 main() {
@@ -80,11 +80,9 @@ main() {
     make_environment
     # From here until the end the environment counts as not installed.
     printf '%s\n' "$root" >"$stamp"
-    log=$(mktemp)
-    trap 'rm -f "$log"' EXIT
     upgrade_pip
     say "installing snapstore and its development tools"
-    logged "$log" "$venv/bin/python" -m pip install --quiet --group dev --editable .
+    quietly "$venv/bin/python" -m pip install --quiet --group dev --editable .
     fingerprint >"$stamp"
     say "ready: .venv/bin/snapstore"
 }

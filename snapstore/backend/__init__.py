@@ -1,1 +1,67 @@
 """Storage ports: opaque bytes by kind and name. Nothing here parses what it stores."""
+
+from __future__ import annotations
+
+import urllib.parse
+from pathlib import Path
+
+from snapstore.backend.base import Backend
+from snapstore.backend.memory import MemoryBackend
+from snapstore.backend.posix import PosixBackend
+from snapstore.errors import UsageError
+
+__all__ = ["open_backend"]
+
+
+def open_backend(url: str, *, create: bool = False, readonly: bool = False) -> Backend:
+    """Open the storage at `file:///absolute/path`, a plain path, or `memory://name`.
+
+    With `create` the place is made if it is missing (idempotent). Readers of a store should ask
+    for `readonly`, although no backend writes anything before it is told to.
+
+    Raises:
+        UsageError: The URL has another scheme or cannot be meant.
+        StoreNotFound: There is no such place.
+    """
+    if create and readonly:
+        raise UsageError(f"cannot create a store that is open for reading only: {url}")
+    scheme, separator, rest = url.partition("://")
+    if scheme == "memory" and separator:
+        if not rest:
+            raise UsageError("a store in memory needs a name", next_step="write memory://NAME")
+        return MemoryBackend.named(rest, create=create, readonly=readonly)
+    root = _path_of(url)
+    if create:
+        return PosixBackend.create(root)
+    return PosixBackend(root, readonly=readonly)
+
+
+def _path_of(url: str) -> Path:
+    path = _path_of_file_url(url) if url.startswith("file:") else url
+    if not path or "\0" in path:
+        raise UsageError(f"not a path: {url[:120]!r}")
+    scheme, separator, _ = path.partition("://")
+    if separator and "/" not in scheme and path is url:
+        raise UsageError(
+            f"no storage of scheme {scheme[:40]!r} is known", next_step="use file:// or memory://"
+        )
+    if path is not url:
+        return Path(path)
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise UsageError(f"not a path: {url[:120]!r}: {error}") from error
+
+
+def _path_of_file_url(url: str) -> str:
+    rest = url.removeprefix("file:")
+    path = rest.removeprefix("//localhost") if rest.startswith("//localhost/") else rest
+    path = path.removeprefix("//")
+    if not rest.startswith("//") or not path.startswith("/"):
+        raise UsageError(f"not a file URL: {url[:120]!r}", next_step="write file:///absolute/path")
+    if "?" in path or "#" in path:
+        raise UsageError(
+            f"a file URL has no query and no fragment: {url[:120]!r}",
+            next_step="write %3F for '?' and %23 for '#' in a path",
+        )
+    return urllib.parse.unquote(path, errors="surrogateescape")

@@ -31,9 +31,7 @@ class ObjectKind(enum.Enum):
     HINT = "hints"
 
 
-CONTENT_NAMED = frozenset(
-    {ObjectKind.PACK, ObjectKind.INDEX, ObjectKind.RANK, ObjectKind.SNAPSHOT}
-)
+CONTENT_NAMED = frozenset({ObjectKind.PACK, ObjectKind.INDEX, ObjectKind.RANK, ObjectKind.SNAPSHOT})
 """Kinds whose name is a digest of their content: *already present* means success."""
 
 

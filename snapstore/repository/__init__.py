@@ -1,0 +1,1 @@
+"""Snapshots in a store: writing, finding and reading them, on any backend."""

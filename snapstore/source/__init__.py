@@ -1,0 +1,1 @@
+"""What a directory to push is: its tree, its ranks, its data classes, what it needs to run."""

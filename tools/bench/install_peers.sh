@@ -6,7 +6,7 @@
 # libraries that it needs, down to the loader: the stable suite's are years old, and no binary here
 # may depend on the C library of this machine. They are fetched as packages and unpacked, never
 # installed: apt works on private lists and an empty status file. hf-xet comes from PyPI.
-# A peer that cannot be had is named in DEST/missing/NAME with the reason, and the benchmarks say so.
+# A peer that cannot be had is named in DEST/missing/NAME with the reason; the benchmarks repeat it.
 #
 # Needs: apt-get, dpkg-deb, python3 with venv. TRUST=1 accepts a mirror without a known signature.
 set -euo pipefail
@@ -105,7 +105,8 @@ if ! { "$python" -m venv "$dest/venv" &&
   report_missing hf-xet "$work/hf-xet.log"
 fi
 
-for name in "restic version" "casync --version" "desync --help" "borg --version" "zstd --version"; do
+for name in "restic version" "casync --version" "desync --help" "borg --version" \
+  "zstd --version"; do
   # shellcheck disable=SC2086 # a command and its argument
   if "$dest"/bin/$name > "$work/try.log" 2>&1; then
     echo "${name%% *}: $(head -n 1 "$work/try.log")"
@@ -113,6 +114,6 @@ for name in "restic version" "casync --version" "desync --help" "borg --version"
     report_missing "${name%% *}" "$work/try.log"
   fi
 done
-"$dest/venv/bin/python" -c 'import importlib.metadata as m; print("hf-xet:", m.version("hf-xet"))' 2>/dev/null ||
-  true
-du -sh "$dest/root" "$dest/venv" 2>/dev/null || true
+version='import importlib.metadata as m; print("hf-xet:", m.version("hf-xet"))'
+"$dest/venv/bin/python" -c "$version" 2> /dev/null || true
+du -sh "$dest/root" "$dest/venv" 2> /dev/null || true

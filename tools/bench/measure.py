@@ -7,6 +7,7 @@ process inherits the peak memory of the process that started it.
 
 import contextlib
 import json
+import mmap
 import os
 import platform
 import resource
@@ -272,6 +273,21 @@ def drop_caches() -> None:
         raise BenchError("dropping the page cache needs root") from error
 
 
+def prefault(size_bytes: int) -> None:
+    """Touch and free memory, so that the next step finds pages that are really there.
+
+    A virtual machine gives free memory back to its host, and the first touch of a page then costs
+    several times the write that is measured. At most half of the available memory is touched, by
+    another process, since this one must stay small.
+    """
+    available = int(_field(Path("/proc/meminfo"), "MemAvailable").split()[0]) * 1024
+    length = min(size_bytes, available // 2)
+    if length > 0:
+        code = "import mmap, sys; mmap.mmap(-1, int(sys.argv[1]), flags=int(sys.argv[2]))"
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        capture(sys.executable, "-c", code, str(length), str(int(flags)))
+
+
 def files_of(directory: Path) -> list[Path]:
     """Return all regular files below a directory, in a fixed order."""
     return sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
@@ -395,5 +411,11 @@ def attempt(step: Callable[[], object]) -> str | None:
     try:
         step()
     except (BenchError, OSError) as error:
-        return " / ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        return one_line(error)
     return None
+
+
+def one_line(error: Exception) -> str:
+    """Return what failed and the last that was said about it, which is where the cause is."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))

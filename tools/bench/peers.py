@@ -148,7 +148,8 @@ class Borg:
     @property
     def name(self) -> str:
         """The name of its row."""
-        return "borg" if self.compression == "lz4" else f"borg {self.compression}"
+        setting = self.compression.replace(",", "-")
+        return "borg" if setting == "lz4" else f"borg {setting}"
 
     def missing(self) -> str | None:
         """Say why it cannot be measured here; None when it can."""
@@ -328,7 +329,7 @@ class TarZstd:
     """`tar | zstd -1 -T0`: the fastest level that is worth its bytes, on all cores."""
 
     tool: Tool
-    name: str = "tar|zstd -1"
+    name: str = "tar+zstd -1"
 
     def missing(self) -> str | None:
         """Say why it cannot be measured here; None when it can."""

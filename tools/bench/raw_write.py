@@ -22,12 +22,17 @@ WRITE_SIZE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One write: bytes of a mapped source, and the number of the file that gets them."""
+class File:
+    """A file to write: its name, its size, and what is not zero in it by offset."""
 
-    file: int
-    offset: int
-    data: memoryview
+    name: Path
+    size_bytes: int
+    pieces: list[tuple[int, memoryview]]
+
+    @property
+    def written_bytes(self) -> int:
+        """The bytes to write, without the zeros."""
+        return sum(len(data) for _, data in self.pieces)
 
 
 def mapped(path: Path) -> memoryview:
@@ -39,7 +44,7 @@ def mapped(path: Path) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ))
 
 
-def pieces_of(file: int, view: memoryview) -> list[Piece]:
+def pieces_of(view: memoryview) -> list[tuple[int, memoryview]]:
     """Cut what is not zero into writes: zero pages end a write, and so does its largest size."""
     zero = bytes(PAGE)
     pieces = []
@@ -48,42 +53,44 @@ def pieces_of(file: int, view: memoryview) -> list[Piece]:
         end = min(at + PAGE, len(view))
         is_zero = view[at:end].tobytes() == zero[: end - at]
         if start < at and (is_zero or end - start > WRITE_SIZE_BYTES):
-            pieces.append(Piece(file, start, view[start:at]))
+            pieces.append((start, view[start:at]))
             start = at
         if is_zero:
             start = end
     if start < len(view):
-        pieces.append(Piece(file, start, view[start:]))
+        pieces.append((start, view[start:]))
     return pieces
 
 
-def write_piece(descriptor: int, piece: Piece) -> None:
-    """Write all of a piece; os.pwrite may stop short, and lets other threads run."""
-    done = 0
-    while done < len(piece.data):
-        done += os.pwrite(descriptor, piece.data[done:], piece.offset + done)
-
-
-def write_all(target: Path, sources: list[tuple[Path, memoryview]], threads: int) -> int:
-    """Make the files and write them; return the bytes written."""
-    pieces = [
-        piece for number, (_, view) in enumerate(sources) for piece in pieces_of(number, view)
-    ]
-    started, cpu_started = time.perf_counter(), cpu_seconds()
-    descriptors = []
-    for relative, view in sources:
-        path = target / relative
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptors.append(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        os.ftruncate(descriptors[-1], len(view))
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda piece: write_piece(descriptors[piece.file], piece), pieces))
-    for descriptor in descriptors:
+def write_file(target: Path, file: File) -> None:
+    """Make one file and write its pieces."""
+    path = target / file.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    try:
+        os.ftruncate(descriptor, file.size_bytes)
+        for offset, data in file.pieces:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(descriptor, data[done:], offset + done)
+    finally:
         os.close(descriptor)
-    wall_s, cpu_s = time.perf_counter() - started, cpu_seconds() - cpu_started
-    written = sum(len(piece.data) for piece in pieces)
-    print(json.dumps({"wall_s": wall_s, "cpu_s": cpu_s, "written_bytes": written}))
-    return written
+
+
+def write_all(target: Path, files: list[File], threads: int) -> dict[str, float]:
+    """Write the files, one thread to a file, the largest first; return what it cost.
+
+    Two threads in one file would wait for each other: the kernel locks an inode while it writes.
+    """
+    ordered = sorted(files, key=lambda file: file.written_bytes, reverse=True)
+    started, cpu_started = time.perf_counter(), cpu_seconds()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda file: write_file(target, file), ordered))
+    return {
+        "wall_s": time.perf_counter() - started,
+        "cpu_s": cpu_seconds() - cpu_started,
+        "written_bytes": sum(file.written_bytes for file in files),
+    }
 
 
 def cpu_seconds() -> float:
@@ -100,8 +107,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     paths = sorted(path for path in options.source.rglob("*") if path.is_file())
-    sources = [(path.relative_to(options.source), mapped(path)) for path in paths]
-    write_all(options.target, sources, options.threads)
+    files = []
+    for path in paths:
+        view = mapped(path)
+        files.append(File(path.relative_to(options.source), len(view), pieces_of(view)))
+    print(json.dumps(write_all(options.target, files, options.threads)))
 
 
 if __name__ == "__main__":

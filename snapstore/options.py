@@ -1,0 +1,70 @@
+"""Settings of one open store: values only, checked once, the same for library and command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+
+from snapstore.errors import UsageError
+from snapstore.units import GIB, MIB, format_bytes
+
+__all__ = ["STORE_URL_VARIABLE", "Compression", "Integrity", "StoreOptions", "store_url_default"]
+
+STORE_URL_VARIABLE = "SNAPSTORE_URL"
+
+MEMORY_BYTES_DEFAULT = 1 * GIB
+MEMORY_BYTES_MIN = 192 * MIB
+"""Two packs being written, three segments being cut, and the interpreter with its libraries."""
+
+
+class Compression(enum.Enum):
+    """How much time is spent on making frames smaller."""
+
+    AUTO = "auto"
+    NONE = "none"
+    FAST = "fast"
+    MAX = "max"
+
+
+class Integrity(enum.Enum):
+    """What is checked before bytes are used (`format_spec/SEMANTICS.md`, I6)."""
+
+    FAST = "fast"
+    STRONG = "strong"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How a store is worked with; immutable.
+
+    Attributes:
+        memory_bytes: What push and pull may hold in buffers and tables, whatever the snapshot.
+        threads: Threads that read, hash, code and write; 0 means one per usable core.
+        compression: Effort spent on frames.
+        integrity: What pull checks.
+    """
+
+    memory_bytes: int = MEMORY_BYTES_DEFAULT
+    threads: int = 0
+    compression: Compression = Compression.AUTO
+    integrity: Integrity = Integrity.STRONG
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < MEMORY_BYTES_MIN:
+            raise UsageError(
+                f"a memory budget of {format_bytes(self.memory_bytes)} is too small",
+                next_step=f"give at least {MEMORY_BYTES_MIN // MIB}MiB",
+            )
+        if self.threads < 0:
+            raise UsageError(f"cannot work with {self.threads} threads")
+
+    @property
+    def threads_effective(self) -> int:
+        """The number of worker threads after resolving 0."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+
+def store_url_default() -> str | None:
+    """The store's URL from the environment, if it is set there."""
+    return os.environ.get(STORE_URL_VARIABLE) or None

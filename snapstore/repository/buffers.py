@@ -1,0 +1,76 @@
+"""The byte budget of one operation: buffers are borrowed and given back, never just made."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from snapstore.errors import Interrupted
+
+__all__ = ["BufferPool"]
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class BufferPool:
+    """A fixed number of equal buffers, page-aligned, made when first needed and then reused.
+
+    Reuse matters twice: the budget holds, and fresh memory would be paid for page by page.
+    Thread-safe. Who borrows must not wait for anything that needs another buffer of this pool.
+    """
+
+    def __init__(self, *, count: int, size_bytes: int) -> None:
+        assert count >= 1, count
+        self.size_bytes = size_bytes
+        self._unmade = count
+        self._free: list[ByteArray] = []
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def acquire(self) -> ByteArray:
+        """Borrow a buffer; blocks until one is free. Its content is undefined.
+
+        Raises:
+            Interrupted: The pool was closed in the meantime.
+        """
+        with self._changed:
+            while not self._free and not self._unmade and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise Interrupted("the operation was stopped")
+            if self._free:
+                return self._free.pop()
+            self._unmade -= 1
+        return _aligned_buffer(self.size_bytes)
+
+    def release(self, buffer: ByteArray) -> None:
+        """Give a borrowed buffer back."""
+        assert len(buffer) == self.size_bytes, len(buffer)
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[ByteArray]:
+        """Borrow for the length of a `with` block."""
+        buffer = self.acquire()
+        try:
+            yield buffer
+        finally:
+            self.release(buffer)
+
+    def close(self) -> None:
+        """Wake everybody who waits, with `Interrupted`. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def _aligned_buffer(size_bytes: int) -> ByteArray:
+    raw = np.empty(size_bytes + 4096, np.uint8)
+    skip = -raw.ctypes.data % 4096
+    return raw[skip : skip + size_bytes]

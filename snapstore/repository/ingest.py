@@ -1,0 +1,345 @@
+"""The storing pipeline: windows of streams in, packs and manifest entries out.
+
+Per window, *analyse*, *hash* and *encode* run on worker threads, whose library calls release the
+GIL. What decides between them, *cut*, *plan* and *retire*, runs on the caller's thread and in
+order, so that the result does not depend on timing (I5 of `format_spec/SEMANTICS.md`).
+
+Memory is a fixed set of window buffers and packs: a window that finds no free buffer waits by
+doing the next step of an older one.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from blake3 import blake3
+
+from snapstore.chunking.base import Analysis, Cut, Cutter, textures
+from snapstore.compression import EncodedFrame, encode_frame
+from snapstore.format import pack as pack_format
+from snapstore.format.tables import U64, Rows, id_words
+from snapstore.options import Compression
+from snapstore.repository.catalog import MISSING, Catalog
+from snapstore.repository.frame_plan import FramePlan, plan_frames
+from snapstore.repository.frames import FrameTable, Numbers
+from snapstore.repository.locality import Locality
+from snapstore.repository.packer import Packer
+from snapstore.repository.rank_builder import ZERO_FRAME, Pieces, RankBuilder
+from snapstore.repository.windows import WINDOW_BYTES, ByteArray, StreamSource, Window
+from snapstore.units import MIB
+
+__all__ = ["INGEST_BUFFER_BYTES", "Ingest", "IngestTotals"]
+
+_CARRY_BYTES = 1 * MIB
+INGEST_BUFFER_BYTES = WINDOW_BYTES + _CARRY_BYTES
+
+_EncodeResult = tuple[EncodedFrame, bytes]
+
+
+@dataclasses.dataclass(slots=True)
+class IngestTotals:
+    """What went through so far; bytes are of the streams, before any codec."""
+
+    logical_bytes: int = 0
+    zero_bytes: int = 0
+    new_bytes: int = 0
+    new_chunks: int = 0
+    known_bytes: int = 0
+    known_chunks: int = 0
+    rewritten_bytes: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Stream:
+    source: StreamSource
+    builder: RankBuilder
+    number: int
+    offset: int = 0
+    carried: ByteArray = dataclasses.field(default_factory=lambda: np.empty(0, np.uint8))
+
+    @property
+    def cutter(self) -> Cutter:
+        return self.source.cutter
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """One window on its way through the pipeline."""
+
+    stream: _Stream
+    window: Window
+    final: bool
+    buffer: ByteArray
+    analysis: Future[Analysis]
+    cut: Cut | None = None
+    textures: npt.NDArray[np.uint8] | None = None
+    hashing: Future[Rows] | None = None
+    encoding: list[tuple[int, FramePlan, Future[_EncodeResult]]] = dataclasses.field(
+        default_factory=list
+    )
+
+    @property
+    def data(self) -> ByteArray:
+        """The window's own bytes; those carried over lie right before them."""
+        return self.buffer[_CARRY_BYTES : _CARRY_BYTES + self.window.length]
+
+
+class Ingest:
+    """Stores streams, one after the other, each for one rank. Used by one thread.
+
+    A stream's entries are complete when `drain` or a later stream's `drain` has returned.
+    """
+
+    def __init__(
+        self,
+        *,
+        frames: FrameTable,
+        catalog: Catalog,
+        packer: Packer,
+        executor: ThreadPoolExecutor,
+        buffers: int,
+        compression: Compression,
+        progress: Callable[[int], None],
+    ) -> None:
+        """Prepare; `progress` is told the bytes of each window that is done."""
+        self._frames = frames
+        self._catalog = catalog
+        self._packer = packer
+        self._executor = executor
+        self._compression = compression
+        self._progress = progress
+        self._locality = Locality(frames)
+        self._free = buffers
+        self._spare: list[ByteArray] = []
+        self._analysing: collections.deque[_Job] = collections.deque()
+        self._hashing: collections.deque[_Job] = collections.deque()
+        self._encoding: collections.deque[_Job] = collections.deque()
+        self.totals = IngestTotals()
+
+    def store(self, source: StreamSource, builder: RankBuilder, number: int) -> None:
+        """Store one stream; returns when all of it was read, not when all of it is stored."""
+        stream = _Stream(source, builder, number)
+        held: Window | None = None
+        for window in source.windows():
+            if held is not None:
+                self._submit(stream, held, final=False)
+            held = window
+        if held is not None:
+            self._submit(stream, held, final=True)
+
+    def drain(self) -> None:
+        """Finish all windows that are under way."""
+        while self._analysing or self._hashing or self._encoding:
+            self._advance()
+
+    def _submit(self, stream: _Stream, window: Window, *, final: bool) -> None:
+        while not self._free:
+            self._advance()
+        self._free -= 1
+        buffer = self._spare.pop() if self._spare else np.empty(INGEST_BUFFER_BYTES, np.uint8)
+        data = buffer[_CARRY_BYTES : _CARRY_BYTES + window.length]
+        analysis = self._executor.submit(_analyse, stream.cutter, window, data)
+        self._analysing.append(_Job(stream, window, final, buffer, analysis))
+
+    def _advance(self) -> None:
+        """Do the next step of whichever window is ready, the furthest one first; wait if none is."""
+        heads: list[Future[object]] = []
+        if self._encoding:
+            job = self._encoding[0]
+            if all(encoding.done() for _, _, encoding in job.encoding):
+                self._retire(self._encoding.popleft())
+                return
+            heads += [encoding for _, _, encoding in job.encoding if not encoding.done()][:1]
+        if self._hashing:
+            hashing = self._hashing[0].hashing
+            assert hashing is not None, "a window in the second queue is being hashed"
+            if hashing.done():
+                self._plan(self._hashing.popleft(), hashing.result())
+                return
+            heads.append(hashing)
+        if self._analysing:
+            analysis = self._analysing[0].analysis
+            if analysis.done():
+                self._cut(self._analysing.popleft(), analysis.result())
+                return
+            heads.append(analysis)
+        wait(heads, return_when=FIRST_COMPLETED)
+
+    def _cut(self, job: _Job, analysis: Analysis) -> None:
+        stream = job.stream
+        carried = len(stream.carried)
+        job.buffer[_CARRY_BYTES - carried : _CARRY_BYTES] = stream.carried
+        if job.window.ends is not None:
+            cut = _fixed_cut(job.window.ends)
+        else:
+            cut = stream.cutter.cut(analysis, carried=carried, final=job.final)
+        stream.carried = job.data[job.window.length - cut.carried :].copy()
+        job.cut = cut
+        job.textures = textures(analysis, cut.starts, cut.ends)
+        chunks = ~cut.zero
+        job.hashing = self._executor.submit(
+            _hash_chunks, job.buffer, cut.starts[chunks], cut.ends[chunks]
+        )
+        self._hashing.append(job)
+
+    def _plan(self, job: _Job, ids: Rows) -> None:
+        """Decide what is new, give frames to it, and tell the manifest where everything is."""
+        cut = job.cut
+        assert cut is not None and job.textures is not None, "cut before planned"  # noqa: PT018
+        chunk = ~cut.zero
+        starts, ends = cut.starts[chunk], cut.ends[chunk]
+        lengths = ends - starts
+        words = id_words(ids)
+        first = _first_occurrences(words)
+        places = self._catalog.lookup(words)
+        frames, offsets = places.frames, places.offsets
+        known = (frames != MISSING) & (places.lengths == lengths)
+        again = self._store_again(known, frames, lengths)
+        new = ~known | again
+        self.totals.rewritten_bytes += int(lengths[again].sum())
+        fresh = np.flatnonzero(new & (first == np.arange(len(first))))
+        plans = plan_frames(fresh, starts, ends, job.textures[chunk])
+        self._number_frames(plans, frames, offsets, lengths, job)
+        self._catalog.add(words[fresh], frames[fresh], offsets[fresh].astype(np.uint32),
+                          lengths[fresh].astype(np.uint32))
+        repeated = np.flatnonzero(new & (first != np.arange(len(first))))
+        frames[repeated], offsets[repeated] = frames[first[repeated]], offsets[first[repeated]]
+        self._count(lengths, fresh)
+        job.stream.builder.add_pieces(
+            job.stream.number, _pieces(cut, chunk, ids, frames, offsets)
+        )
+        self._encoding.append(job)
+
+    def _store_again(
+        self, known: npt.NDArray[np.bool_], frames: Numbers, lengths: Numbers
+    ) -> npt.NDArray[np.bool_]:
+        again = np.zeros(len(known), np.bool_)
+        rows = np.flatnonzero(known)
+        if len(rows):
+            new_bytes = int(lengths[~known].sum())
+            again[rows] = self._locality.rejected(frames[rows], lengths[rows], new_bytes)
+        return again
+
+    def _number_frames(
+        self,
+        plans: list[FramePlan],
+        frames: Numbers,
+        offsets: Numbers,
+        lengths: Numbers,
+        job: _Job,
+    ) -> None:
+        """Reserve frames, say where each chunk will be, and start encoding."""
+        if not plans:
+            return
+        number = self._frames.reserve_frames(np.array([plan.length for plan in plans], np.uint32))
+        for plan in plans:
+            frames[plan.rows] = number
+            sizes = lengths[plan.rows]
+            offsets[plan.rows] = np.cumsum(sizes) - sizes
+            future = self._executor.submit(_encode, job.buffer, plan, self._compression)
+            job.encoding.append((number, plan, future))
+            number += 1
+
+    def _count(self, lengths: Numbers, fresh: npt.NDArray[np.int64]) -> None:
+        new_bytes = int(lengths[fresh].sum())
+        self.totals.new_bytes += new_bytes
+        self.totals.new_chunks += len(fresh)
+        self.totals.known_bytes += int(lengths.sum()) - new_bytes
+        self.totals.known_chunks += len(lengths) - len(fresh)
+
+    def _retire(self, job: _Job) -> None:
+        """Hand encoded frames to the packer in order and give the buffer back."""
+        cut, hashing = job.cut, job.hashing
+        assert cut is not None and hashing is not None, "planned before retired"  # noqa: PT018
+        ids = hashing.result()
+        lengths = (cut.ends - cut.starts)[~cut.zero]
+        for number, plan, encoding in job.encoding:
+            frame, checksum = encoding.result()
+            chunks = np.zeros(len(plan.rows), pack_format.CHUNK_DTYPE)
+            chunks["id"], chunks["length"] = ids[plan.rows], lengths[plan.rows]
+            self._packer.append(number, frame, plan.length, checksum, chunks)
+        zero_bytes = int((cut.ends - cut.starts)[cut.zero].sum())
+        self.totals.zero_bytes += zero_bytes
+        self.totals.logical_bytes += int(lengths.sum()) + zero_bytes
+        self._spare.append(job.buffer)
+        self._free += 1
+        self._progress(job.window.length)
+        if job.final:
+            job.stream.source.finish()
+
+
+def _analyse(cutter: Cutter, window: Window, data: ByteArray) -> Analysis:
+    """Fill a window and look for cuts; on a worker."""
+    if window.load is None:
+        return _hole(window.length)
+    window.load(data)
+    return cutter.analyse(data)
+
+
+def _hole(length: int) -> Analysis:
+    return Analysis(
+        length=length,
+        zero_runs=np.array([[0, length]], np.int64),
+        ends=np.empty(0, np.int64),
+        strong=np.empty(0, np.bool_),
+        repeats=np.zeros((1, 4), np.int64),
+    )
+
+
+def _fixed_cut(ends: Numbers) -> Cut:
+    starts = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
+    return Cut(starts, ends, np.zeros(len(ends), np.bool_), 0)
+
+
+def _hash_chunks(buffer: ByteArray, starts: Numbers, ends: Numbers) -> Rows:
+    """Name the chunks of a window; on a worker."""
+    view = buffer.data
+    digests = b"".join(
+        [
+            blake3(view[start:end]).digest()
+            for start, end in zip(
+                (starts + _CARRY_BYTES).tolist(), (ends + _CARRY_BYTES).tolist(), strict=True
+            )
+        ]
+    )
+    return np.frombuffer(digests, "V32")
+
+
+def _encode(buffer: ByteArray, plan: FramePlan, compression: Compression) -> _EncodeResult:
+    """Gather and encode a frame and compute its checksum; on a worker."""
+    parts = [buffer[_CARRY_BYTES + start : _CARRY_BYTES + end] for start, end in plan.spans]
+    plain = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    frame = encode_frame(plain, plan.texture, plan.phase, compression)
+    hasher = xxhash.xxh3_128()
+    for piece in frame.pieces:
+        hasher.update(piece)
+    return frame, hasher.digest()
+
+
+def _first_occurrences(words: U64) -> npt.NDArray[np.int64]:
+    """For each chunk of a window the number of the first one with the same id."""
+    order = np.argsort(words[:, 0], kind="stable")
+    ordered = words[order]
+    begins = np.ones(len(order), np.bool_)
+    begins[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    group = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+    first = np.empty(len(order), np.int64)
+    first[order] = order[group]
+    return first
+
+
+def _pieces(
+    cut: Cut, chunk: npt.NDArray[np.bool_], ids: Rows, frames: Numbers, offsets: Numbers
+) -> Pieces:
+    count = len(cut.starts)
+    all_ids = np.zeros(count, "V32")
+    all_frames = np.full(count, ZERO_FRAME, np.int64)
+    all_offsets = np.zeros(count, np.int64)
+    all_ids[chunk], all_frames[chunk], all_offsets[chunk] = ids, frames, offsets
+    return Pieces(cut.ends - cut.starts, all_ids, all_frames, all_offsets)

@@ -1,0 +1,98 @@
+"""Reading whole objects and single sections of a backend, with the checks in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from snapstore.backend.base import Backend, ObjectKind
+from snapstore.errors import LimitExceeded
+from snapstore.format.envelope import (
+    HEADER_BYTES_MAX,
+    Envelope,
+    SectionInfo,
+    decode_section,
+    parse_header,
+)
+from snapstore.units import MIB
+
+__all__ = ["EnvelopeReader", "read_object"]
+
+_READ_BYTES = 8 * MIB
+
+
+def read_object(backend: Backend, kind: ObjectKind, name: str, *, limit_bytes: int) -> bytearray:
+    """Read a whole object that is known to be small.
+
+    Raises:
+        ObjectNotFound: There is none of that name.
+        LimitExceeded: It is longer than `limit_bytes`; it was not read.
+    """
+    size = backend.stat(kind, name).size_bytes
+    if size > limit_bytes:
+        raise LimitExceeded(
+            f"{kind.value} {name}: {size} bytes, more than the limit of {limit_bytes}"
+        )
+    data = bytearray(size)
+    if size:
+        backend.get_range(kind, name, 0, memoryview(data))
+    return data
+
+
+class EnvelopeReader:
+    """Fetches an object's header once and then only the sections that are asked for.
+
+    Thread-safe; holds no more than the header.
+    """
+
+    def __init__(self, backend: Backend, kind: ObjectKind, name: str, *, magic: bytes) -> None:
+        """Read and check the header.
+
+        Raises:
+            ObjectNotFound: There is no such object.
+            FormatError: Its header is not valid.
+        """
+        self._backend = backend
+        self._kind = kind
+        self._name = name
+        length = backend.stat(kind, name).size_bytes
+        head = bytearray(min(length, HEADER_BYTES_MAX))
+        if head:
+            backend.get_range(kind, name, 0, memoryview(head))
+        self.envelope: Envelope = parse_header(head, magic=magic, object_length=length)
+
+    def section(self, tag: bytes, *, limit_bytes: int) -> memoryview:
+        """Fetch, check and decode one section into memory.
+
+        Raises:
+            Malformed: There is no such section.
+            LimitExceeded: It is larger than `limit_bytes`.
+            DigestMismatch: Its bytes are damaged.
+        """
+        info = self.envelope.require(tag)
+        self._check_limit(info, limit_bytes)
+        stored = bytearray(info.stored_length)
+        view = memoryview(stored)
+        for offset in range(0, len(stored), _READ_BYTES):
+            piece = view[offset : offset + _READ_BYTES]
+            self._backend.get_range(self._kind, self._name, info.offset + offset, piece)
+        return decode_section(info, stored, limit_bytes=limit_bytes, what=self._what)
+
+    def stream(self, info: SectionInfo, sink: Callable[[int, memoryview], None]) -> None:
+        """Hand a section's stored bytes, unchecked, piece by piece to `sink`."""
+        buffer = memoryview(bytearray(min(info.stored_length, _READ_BYTES)))
+        for offset in range(0, info.stored_length, _READ_BYTES):
+            piece = buffer[: min(_READ_BYTES, info.stored_length - offset)]
+            self._backend.get_range(self._kind, self._name, info.offset + offset, piece)
+            sink(offset, piece)
+
+    @property
+    def _what(self) -> str:
+        return f"{self._kind.value} {self._name[:12]}"
+
+    def _check_limit(self, info: SectionInfo, limit_bytes: int) -> None:
+        for length in (info.stored_length, info.plain_length):
+            if length > limit_bytes:
+                raise LimitExceeded(
+                    f"{self._what}: section {info.tag.decode()} has {length} bytes, more than "
+                    f"the limit of {limit_bytes}"
+                )

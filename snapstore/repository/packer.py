@@ -1,0 +1,275 @@
+"""Filling packs and writing them: frames in, immutable objects and their indexes out.
+
+Frames arrive in order from one thread; a pack that is full is hashed and stored by a thread of its
+own while the next one fills. After every pack an index follows, so a writer that is killed loses
+at most the packs that were not stored yet (I3 of `format_spec/SEMANTICS.md`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from snapstore.backend.base import Backend, ObjectKind
+from snapstore.compression import EncodedFrame
+from snapstore.format import index as index_format
+from snapstore.format import limits
+from snapstore.format import pack as pack_format
+from snapstore.format.envelope import Built
+from snapstore.format.tables import Rows
+from snapstore.ids import Digest, PackId
+from snapstore.repository.buffers import BufferPool
+from snapstore.repository.frames import FrameTable, GrowingRows
+from snapstore.units import MIB, align_up
+
+__all__ = ["Packer", "PackerTotals"]
+
+_MERGE_CHUNKS_MAX = 4 * MIB
+"""Above this many chunks a push leaves merging its indexes to maintenance: 200 MB of tables."""
+
+_SHARED_COLUMNS = ("offset", "stored_length", "plain_length", "codec", "checksum")
+"""Columns of a frame that a footer and an index both have."""
+
+
+@dataclasses.dataclass(slots=True)
+class PackerTotals:
+    """What was written so far."""
+
+    packs: int = 0
+    frames: int = 0
+    chunks: int = 0
+    pack_bytes: int = 0
+    index_bytes: int = 0
+    coded_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(slots=True)
+class _OpenPack:
+    number: int
+    buffer: npt.NDArray[np.uint8]
+    used: int
+    frames: GrowingRows
+    chunks: GrowingRows
+    numbers: list[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SealedPack:
+    number: int
+    id: PackId
+    length: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _IndexPart:
+    """The rows of one pack's index, kept to be merged with others."""
+
+    packs: Rows
+    frames: Rows
+    chunks: Rows
+
+
+class Packer:
+    """Collects frames into packs. One thread appends; `finish` or `abort` ends it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        frames: FrameTable,
+        *,
+        pack_bytes: int,
+        in_flight: int,
+        deleting: Callable[[str], bool],
+    ) -> None:
+        """Prepare to write.
+
+        Args:
+            backend: Where packs and indexes go.
+            frames: Learns where each frame was put.
+            pack_bytes: A pack is closed before it would grow beyond.
+            in_flight: Packs that may be held in memory at once.
+            deleting: Whether a pack of this name is being removed, so that it must not be used.
+        """
+        self._backend = backend
+        self._frames = frames
+        self._pool = BufferPool(
+            count=in_flight, size_bytes=pack_bytes + limits.FRAME_STORED_BYTES_MAX
+        )
+        self._pack_bytes = pack_bytes
+        self._deleting = deleting
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapstore-pack")
+        self._open: _OpenPack | None = None
+        self._sealing: list[Future[_SealedPack]] = []
+        self._parts: dict[Digest, _IndexPart] = {}
+        self._merge_rows = 0
+        self.totals = PackerTotals()
+
+    def append(
+        self, number: int, frame: EncodedFrame, plain_length: int, checksum: bytes, chunks: Rows
+    ) -> None:
+        """Put a frame into the current pack; its bytes are copied.
+
+        Args:
+            number: The frame's reserved number in the frame table.
+            frame: The encoded bytes.
+            plain_length: Their decoded length.
+            checksum: XXH3-128 of the encoded bytes.
+            chunks: What it holds, rows of the pack's `CHUNK_DTYPE`.
+        """
+        self._reap(wait=False)
+        pack = self._room_for(frame.length, len(chunks))
+        offset = pack.used
+        end = offset
+        for piece in frame.pieces:
+            data = np.frombuffer(piece, np.uint8)
+            np.copyto(pack.buffer[end : end + len(data)], data)
+            end += len(data)
+        assert end - offset == frame.length, (end, offset)
+        pack.used = align_up(end, limits.ALIGNMENT_FRAME_BYTES)
+        pack.buffer[end : pack.used] = 0
+        row = np.zeros(1, pack_format.FRAME_DTYPE)
+        row["offset"], row["stored_length"], row["plain_length"] = offset, frame.length, plain_length
+        row["first_chunk"], row["chunk_count"] = len(pack.chunks), len(chunks)
+        row["codec"], row["checksum"] = int(frame.codec), checksum
+        pack.frames.extend(row)
+        pack.chunks.extend(chunks)
+        pack.numbers.append(number)
+        placed = np.zeros(1, index_format.FRAME_DTYPE)
+        for name in _SHARED_COLUMNS:
+            placed[name] = row[name]
+        placed["pack"] = pack.number
+        self._frames.place_frame(number, placed)
+        codec = frame.codec.name.lower()
+        self.totals.coded_bytes[codec] = self.totals.coded_bytes.get(codec, 0) + frame.length
+        self.totals.frames += 1
+        self.totals.chunks += len(chunks)
+
+    def finish(self) -> None:
+        """Store what is open, wait for all, and merge the indexes written here into one."""
+        self._seal_open()
+        self._reap(wait=True)
+        if len(self._parts) > 1 and self._merge_rows <= _MERGE_CHUNKS_MAX:
+            self._write_merged()
+        self._executor.shutdown()
+
+    def abort(self) -> None:
+        """Drop what is open; what was handed over for storing ends as it may. Idempotent."""
+        self._open = None
+        self._pool.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _room_for(self, length: int, chunk_count: int) -> _OpenPack:
+        pack = self._open
+        if pack is not None and (
+            pack.used + length > self._pack_bytes
+            or len(pack.frames) >= limits.PACK_FRAMES_MAX
+            or len(pack.chunks) + chunk_count > limits.PACK_CHUNKS_MAX
+        ):
+            self._seal_open()
+            pack = None
+        if pack is None:
+            pack = _OpenPack(
+                number=self._frames.reserve_pack(),
+                buffer=self._pool.acquire(),
+                used=0,
+                frames=GrowingRows(pack_format.FRAME_DTYPE),
+                chunks=GrowingRows(pack_format.CHUNK_DTYPE),
+                numbers=[],
+            )
+            self._open = pack
+        return pack
+
+    def _seal_open(self) -> None:
+        if self._open is not None:
+            self._sealing.append(self._executor.submit(self._store, self._open))
+            self._open = None
+
+    def _store(self, pack: _OpenPack) -> _SealedPack:
+        """Hash and store a full pack, then its index; runs on the packer's own thread."""
+        try:
+            body = pack.buffer[: pack.used]
+            footer = pack_format.encode_footer(
+                pack.frames.rows, pack.chunks.rows, offset=pack.used
+            )
+            pack_id = _hash_pack(body, footer)
+            if self._deleting(pack_id.hex):
+                footer = pack_format.encode_footer(
+                    pack.frames.rows,
+                    pack.chunks.rows,
+                    offset=pack.used,
+                    salt=secrets.token_bytes(limits.PACK_SALT_BYTES),
+                )
+                pack_id = _hash_pack(body, footer)
+            self._backend.put_new(ObjectKind.PACK, pack_id.hex, [body.data, footer])
+        finally:
+            self._pool.release(pack.buffer)
+        length = pack.used + len(footer)
+        self._write_index(pack, pack_id, length)
+        self.totals.packs += 1
+        self.totals.pack_bytes += length
+        return _SealedPack(pack.number, pack_id, length)
+
+    def _write_index(self, pack: _OpenPack, pack_id: PackId, length: int) -> None:
+        packs = np.zeros(1, index_format.PACK_DTYPE)
+        packs[0] = (pack_id.raw, length)
+        frames = np.zeros(len(pack.frames), index_format.FRAME_DTYPE)
+        for name in _SHARED_COLUMNS:
+            frames[name] = pack.frames.rows[name]
+        part = _IndexPart(packs, frames, _index_chunks(pack.frames.rows, pack.chunks.rows))
+        built = index_format.build_index(part.packs, part.frames, part.chunks)
+        self._put_index(built)
+        self._merge_rows += len(part.chunks)
+        if self._merge_rows <= _MERGE_CHUNKS_MAX:
+            self._parts[built.root] = part
+        else:
+            self._parts.clear()
+
+    def _write_merged(self) -> None:
+        """Write one index that contains all that this push wrote, and says so."""
+        parts = list(self._parts.values())
+        pack_bases = np.cumsum([0, *(len(part.packs) for part in parts)])
+        frame_bases = np.cumsum([0, *(len(part.frames) for part in parts)])
+        frames = np.concatenate([part.frames for part in parts])
+        chunks = np.concatenate([part.chunks for part in parts])
+        frames["pack"] += np.repeat(pack_bases[:-1], np.diff(frame_bases)).astype(np.uint32)
+        counts = [len(part.chunks) for part in parts]
+        chunks["frame"] += np.repeat(frame_bases[:-1], counts).astype(np.uint32)
+        packs = np.concatenate([part.packs for part in parts])
+        self._put_index(
+            index_format.build_index(packs, frames, chunks, supersedes=list(self._parts))
+        )
+
+    def _put_index(self, built: Built) -> None:
+        self._backend.put_new(ObjectKind.INDEX, built.root.hex, built.pieces)
+        self.totals.index_bytes += built.length
+
+    def _reap(self, *, wait: bool) -> None:
+        """Take note of packs that were stored; raises what went wrong with one."""
+        while self._sealing and (wait or self._sealing[0].done()):
+            sealed = self._sealing.pop(0).result()
+            self._frames.seal_pack(sealed.number, sealed.id, sealed.length)
+
+
+def _hash_pack(body: npt.NDArray[np.uint8], footer: bytes) -> PackId:
+    hasher = blake3()
+    hasher.update(body.data)
+    hasher.update(footer)
+    return PackId(hasher.digest())
+
+
+def _index_chunks(frames: Rows, chunks: Rows) -> Rows:
+    """Turn a footer's chunk table into index rows: with frame row and offset in the frame."""
+    rows = np.zeros(len(chunks), index_format.CHUNK_DTYPE)
+    counts = frames["chunk_count"].astype(np.int64)
+    rows["id"], rows["length"] = chunks["id"], chunks["length"]
+    rows["frame"] = np.repeat(np.arange(len(frames)), counts)
+    ends = np.cumsum(chunks["length"], dtype=np.int64)
+    starts = ends - chunks["length"]
+    rows["offset"] = starts - np.repeat(starts[frames["first_chunk"]], counts)
+    return rows

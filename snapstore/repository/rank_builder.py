@@ -1,0 +1,178 @@
+"""Collecting what a rank manifest and its layout will say, while the streams are being stored.
+
+Extents cost 48 bytes a chunk and are only needed at the end, so beyond a limit they wait in an
+anonymous temporary file; segments are few and stay in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import tempfile
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from snapstore.clock import Clock, format_utc
+from snapstore.format import layout as layout_format
+from snapstore.format import rank as rank_format
+from snapstore.format.envelope import Built
+from snapstore.format.tables import STREAM_DTYPE, Rows
+from snapstore.format.tree import TreeEntry
+from snapstore.ids import Digest
+from snapstore.repository.frames import FrameTable, Numbers
+from snapstore.units import MIB
+
+__all__ = ["ZERO_FRAME", "Pieces", "RankBuilder"]
+
+ZERO_FRAME = -1
+"""The frame number of pieces that are zeros."""
+
+_SPOOL_BYTES = 32 * MIB
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pieces:
+    """Consecutive pieces of one stream, with the place of each.
+
+    Attributes:
+        lengths: Bytes of each piece.
+        ids: Chunk ids, `V32`; zero for zeros.
+        frames: Frame numbers; `ZERO_FRAME` for zeros.
+        offsets: Offsets in the decoded frames.
+    """
+
+    lengths: Numbers
+    ids: Rows
+    frames: Numbers
+    offsets: Numbers
+
+
+@dataclasses.dataclass(slots=True)
+class _Stream:
+    info: rank_format.StreamInfo
+    extents: int = 0
+    length: int = 0
+    segments: list[npt.NDArray[np.int64]] = dataclasses.field(default_factory=list)
+
+
+class RankBuilder:
+    """One rank in the making. Used by one thread; `close` gives the temporary file back."""
+
+    def __init__(self, rank: rank_format.RankNumber) -> None:
+        self.rank = rank
+        self.data_bytes = 0
+        self._streams: list[_Stream] = []
+        self._spool = tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES)  # noqa: SIM115
+
+    @property
+    def logical_bytes(self) -> int:
+        """Length of all streams so far."""
+        return sum(stream.length for stream in self._streams)
+
+    def add_stream(self, *, data_class: str, origin: str) -> int:
+        """Begin a stream and return its number."""
+        info = rank_format.StreamInfo(data_class=data_class, origin=origin)
+        self._streams.append(_Stream(info))
+        return len(self._streams) - 1
+
+    def add_pieces(self, number: int, pieces: Pieces) -> None:
+        """Append pieces to a stream; streams must be completed in order of their numbers."""
+        assert number == len(self._streams) - 1 or not any(
+            stream.extents for stream in self._streams[number + 1 :]
+        ), number
+        stream = self._streams[number]
+        extents = np.zeros(len(pieces.lengths), rank_format.EXTENT_DTYPE)
+        data = pieces.frames != ZERO_FRAME
+        extents["length"], extents["id"] = pieces.lengths, pieces.ids
+        extents["chunk_length"] = np.where(data, pieces.lengths, 0)
+        self._spool.write(extents.tobytes())
+        stream.extents += len(extents)
+        stream.length += int(pieces.lengths.sum())
+        self.data_bytes += int(pieces.lengths[data].sum())
+        stream.segments.append(_joined(pieces.lengths, pieces.frames, pieces.offsets))
+
+    def build_manifest(
+        self, tree: Sequence[TreeEntry], placement: dict[str, object]
+    ) -> Built:
+        """Encode the rank manifest."""
+        meta = rank_format.RankMeta(
+            rank=self.rank,
+            streams=tuple(stream.info for stream in self._streams),
+            placement=placement,
+        )
+        counts = [stream.extents for stream in self._streams]
+        streams = _stream_rows(counts, [stream.length for stream in self._streams])
+        return rank_format.build_rank(meta, tree, streams, self._extents())
+
+    def build_layout(self, rank_id: Digest, frames: FrameTable, clock: Clock) -> Built:
+        """Encode the first layout; all frames must have been placed and their packs sealed."""
+        per_stream = [_segments(stream.segments) for stream in self._streams]
+        table = np.concatenate([np.zeros((0, 3), np.int64), *per_stream])
+        data = table[:, 1] != ZERO_FRAME
+        used, rows = np.unique(table[data, 1], return_inverse=True)
+        segments = np.zeros(len(table), layout_format.SEGMENT_DTYPE)
+        segments["length"] = table[:, 0]
+        segments["frame"] = layout_format.ZEROS
+        segments["frame"][data] = rows
+        segments["offset"][data] = table[data, 2]
+        frame_rows = frames.rows[used].copy()
+        pack_numbers, pack_rows = np.unique(frame_rows["pack"], return_inverse=True)
+        frame_rows["pack"] = pack_rows
+        counts = [len(part) for part in per_stream]
+        return layout_format.build_layout(
+            layout_format.LayoutMeta(
+                rank=rank_id.hex,
+                nonce=secrets.token_hex(16),
+                created=format_utc(clock.now_ns()),
+            ),
+            frames.pack_rows(pack_numbers.astype(np.int64)),
+            frame_rows,
+            _stream_rows(counts, [stream.length for stream in self._streams]),
+            segments,
+        )
+
+    def close(self) -> None:
+        """Give the temporary file back. Idempotent."""
+        self._spool.close()
+
+    def _extents(self) -> Rows:
+        count = self._spool.tell() // rank_format.EXTENT_DTYPE.itemsize
+        if count == 0:
+            return np.zeros(0, rank_format.EXTENT_DTYPE)
+        self._spool.flush()
+        if count * rank_format.EXTENT_DTYPE.itemsize > _SPOOL_BYTES:
+            return np.memmap(self._spool.fileno(), rank_format.EXTENT_DTYPE, "r", shape=(count,))
+        self._spool.seek(0)
+        return np.frombuffer(self._spool.read(), rank_format.EXTENT_DTYPE)
+
+
+def _joined(lengths: Numbers, frames: Numbers, offsets: Numbers) -> npt.NDArray[np.int64]:
+    """Join pieces that abut in the same frame, or are zeros, into segments (length, frame, offset).
+
+    A segment may be longer than 2^32 only if it is zeros.
+    """
+    if not len(lengths):
+        return np.zeros((0, 3), np.int64)
+    same = frames[1:] == frames[:-1]
+    abut = (frames[1:] == ZERO_FRAME) | (offsets[1:] == offsets[:-1] + lengths[:-1])
+    first = np.concatenate(([True], ~(same & abut)))
+    begins = np.flatnonzero(first)
+    return np.stack(
+        (np.add.reduceat(lengths, begins), frames[begins], offsets[begins]), axis=1
+    )
+
+
+def _segments(parts: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    if not parts:
+        return np.zeros((0, 3), np.int64)
+    table = np.concatenate(parts)
+    return _joined(table[:, 0], table[:, 1], table[:, 2])
+
+
+def _stream_rows(counts: list[int], lengths: list[int]) -> Rows:
+    rows = np.zeros(len(counts), STREAM_DTYPE)
+    rows["count"], rows["length"] = counts, lengths
+    rows["first"] = np.cumsum([0, *counts[:-1]]) if counts else []
+    return rows

@@ -1,0 +1,70 @@
+"""What a stream to be stored looks like to the pipeline: windows that know how to fill a buffer.
+
+Windows come in order and abut. Filling runs on a worker thread; everything else is cheap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from snapstore.chunking.base import Cutter, Offsets
+from snapstore.units import MIB
+
+__all__ = ["WINDOW_BYTES", "StreamSource", "Window"]
+
+WINDOW_BYTES = 8 * MIB
+"""Large enough that the work per window hides the interpreter's share of it, small enough that
+a dozen of them fit any budget."""
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """A run of a stream that is read, cut and hashed as one.
+
+    Attributes:
+        length: Bytes; at most `WINDOW_BYTES` unless it is a hole.
+        load: Fills an array of `length` bytes; runs on any thread. None: a hole, all zeros.
+        ends: Where to cut, relative to the window, instead of by content. The last is `length`.
+    """
+
+    length: int
+    load: Callable[[ByteArray], None] | None
+    ends: Offsets | None = None
+
+
+class StreamSource(Protocol):
+    """One stream to be stored. Iterated once, by one thread."""
+
+    @property
+    def cutter(self) -> Cutter:
+        """How to cut it."""
+        ...
+
+    @property
+    def data_class(self) -> str:
+        """The word for its class of data in the manifest."""
+        ...
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for people."""
+        ...
+
+    def windows(self) -> Iterator[Window]:
+        """Give the windows in order; those of unknown total length end when there is no more."""
+        ...
+
+    def finish(self) -> None:
+        """All windows were loaded: check that the origin did not change, release it.
+
+        Raises:
+            SourceChanged: It did, so what was read is no state it ever had.
+        """
+        ...

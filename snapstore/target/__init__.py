@@ -1,0 +1,1 @@
+"""How a tree is recreated below a directory, and how that directory appears all at once."""

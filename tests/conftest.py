@@ -1,0 +1,131 @@
+"""What every test run does: required markers, one seed, Hypothesis profiles, CRIU in one worker."""
+
+import random
+import secrets
+import shutil
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Fixtures that other tests may ask for.
+pytest_plugins = ["tests.support.criu"]
+
+MARKERS = ["fuse: needs /dev/fuse and the privilege to mount"]
+SEED_BITS = 32
+
+# No deadlines: they measure the other load of the machine.
+settings.register_profile("ci", max_examples=100, deadline=None, print_blob=True)
+settings.register_profile("nightly", parent=settings.get_profile("ci"), max_examples=5_000)
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of this project; Hypothesis brings `--hypothesis-profile nightly`."""
+    group = parser.getgroup("snapstore")
+    group.addoption(
+        "--require",
+        metavar="MARKER,...",
+        default="",
+        help="fail where a test with one of these markers is skipped",
+    )
+    group.addoption(
+        "--seed", type=int, default=None, help="seed of the `rng` fixture (default: a new one)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register markers, and choose the seed before xdist hands the options to its workers."""
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    if config.option.seed is None:
+        config.option.seed = secrets.randbits(SEED_BITS)
+    known = {line.split(":")[0].split("(")[0] for line in config.getini("markers")}
+    unknown = required_markers(config) - known
+    if unknown:
+        raise pytest.UsageError(f"--require names unknown markers: {', '.join(sorted(unknown))}")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say what it takes to repeat this run."""
+    lines = [f"seed: {config.option.seed} (repeat with --seed {config.option.seed})"]
+    if required := required_markers(config):
+        lines.append(f"must not be skipped: {', '.join(sorted(required))}")
+    return lines
+
+
+# -- required markers -----------------------------------------------------------------------------
+
+
+def required_markers(config: pytest.Config) -> set[str]:
+    """Return the markers whose tests must run."""
+    return {name.strip() for name in config.option.require.split(",") if name.strip()}
+
+
+def turn_into_failure(report: pytest.TestReport | pytest.CollectReport, why: str) -> None:
+    """Make a report of a skip one of a failure that keeps the reason of the skip."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    report.outcome = "failed"
+    report.longrepr = f"{why}: {reason}"
+
+
+# First of all wrappers, so that it sees what all others have made of the outcome.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that was skipped though one of its markers is required."""
+    report = yield
+    required = sorted(required_markers(item.config) & {mark.name for mark in item.iter_markers()})
+    # An expected failure is reported as a skip too, but it did run.
+    if report.skipped and required and not hasattr(report, "wasxfail"):
+        turn_into_failure(report, f"skipped, though --require={','.join(required)}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail a module that skips itself: nobody can tell which markers its tests have."""
+    report = yield
+    if report.skipped and required_markers(collector.config):
+        turn_into_failure(report, "a whole module is skipped, though --require is given")
+    return report
+
+
+# First, since xdist reads the group marks in the same hook.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what uses CRIU, and keep it in one worker.
+
+    Two restores at once may want the same process id, and a fresh process may take the id that
+    another test's restore is about to need.
+    """
+    for item in items:
+        if "criu" in getattr(item, "fixturenames", ()):
+            item.add_marker("criu")
+        if item.get_closest_marker("criu") is not None:
+            item.add_marker(pytest.mark.xdist_group("criu"))
+
+
+# -- fixtures for all -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Return a generator seeded by the run's seed and the test's name: repeatable alone."""
+    seed = f"{request.config.option.seed}/{request.node.nodeid.split('@')[0]}"
+    # pytest shows this beside a failure.
+    print(f"rng: repeat with --seed {request.config.option.seed}")  # noqa: T201
+    return random.Random(seed)
+
+
+@pytest.fixture
+def work_dir(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder for large files: unlike `tmp_path` itself, it is gone after the test."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
