@@ -220,6 +220,8 @@ class PosixBackend:
                 written = self._write_temporary(views)
                 try:
                     self._publish(kind, key, written)
+                    # What we hold open under this name is an older file, since deleted.
+                    self._descriptors.forget(self._path(key))
                     self._sync_folders(key)
                 finally:
                     self._discard(written.path)
@@ -320,7 +322,7 @@ class PosixBackend:
         return True
 
     def _touch_folder(self, path: str) -> None:
-        self._files.close(self._files.open(path, _FOLDER_FLAGS))
+        self._close_quietly(self._files.open(path, _FOLDER_FLAGS))
 
     def _read(self, fd: int, offset: int, view: memoryview) -> int | None:
         """Fill the view; the object's size instead of `None` if it is too short."""
@@ -584,7 +586,8 @@ def _sync_folder(files: FileCalls, path: str) -> None:
             ) from error
         raise
     finally:
-        files.close(fd)
+        with contextlib.suppress(OSError):
+            files.close(fd)
 
 
 def _tries() -> Iterator[bool]:

@@ -24,7 +24,10 @@ __all__ = [
     "Cut",
     "Cutter",
     "Offsets",
+    "assemble",
     "block_sums",
+    "data_extents",
+    "repeat_counts",
     "textures",
     "zero_block_runs",
 ]

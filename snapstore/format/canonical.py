@@ -59,7 +59,7 @@ class _Head(msgspec.Struct):
     """What every document of any version has."""
 
     format: str
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=INT64_MIN, le=INT64_MAX)]
 
 
 def encode(value: object, *, what: str = "document") -> bytes:

@@ -74,6 +74,7 @@ _ID_DTYPE = np.dtype([("id", "V32")])
 _FANOUT_DTYPE = np.dtype([("first", "<u8")])
 
 BUCKET_ROWS = 64
+FANOUT_ROWS_MAX = (1 << limits.INDEX_FANOUT_BITS_MAX) + 1
 
 assert PACK_DTYPE.itemsize == limits.INDEX_PACK_ROW_BYTES
 assert FRAME_DTYPE.itemsize == limits.INDEX_FRAME_ROW_BYTES
@@ -152,8 +153,7 @@ def parse_index(data: BytesLike, *, root: Digest | None = None) -> IndexTables:
     frames = _rows(envelope, data, b"FRAM", FRAME_DTYPE, limits.INDEX_FRAMES_MAX)
     chunks = _rows(envelope, data, b"CHNK", CHUNK_DTYPE, limits.INDEX_CHUNKS_MAX)
     _check_tables(packs, frames, chunks)
-    bits = fanout_bits(len(chunks))
-    fanout = column(_rows(envelope, data, b"FANO", _FANOUT_DTYPE, (1 << bits) + 1), "first")
+    fanout = column(_rows(envelope, data, b"FANO", _FANOUT_DTYPE, FANOUT_ROWS_MAX), "first")
     if not np.array_equal(fanout, _fanout(chunks)):
         raise Malformed("index FANO: does not match CHNK")
     supersedes: tuple[Digest, ...] = ()

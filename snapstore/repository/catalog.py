@@ -17,6 +17,7 @@ from snapstore.errors import ObjectNotFound
 from snapstore.format import limits
 from snapstore.format.index import IndexTables, parse_index
 from snapstore.format.tables import U64, id_words
+from snapstore.ids import Digest
 from snapstore.repository.frames import FrameTable, Numbers
 from snapstore.repository.objects import read_object
 
@@ -87,8 +88,8 @@ class Catalog:
                 )
             except ObjectNotFound:
                 continue  # A listing may be stale: the index was merged into another since.
-            tables = parse_index(data, expected=info.name)
-            superseded.update(bytes(raw).hex() for raw in tables.supersedes.tolist())
+            tables = parse_index(data, root=Digest.parse(info.name))
+            superseded.update(digest.hex for digest in tables.supersedes)
             self._add_tables(tables)
             loaded += len(tables.chunks)
         self._merge_all()

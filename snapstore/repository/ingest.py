@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 from blake3 import blake3
 
-from snapstore.chunking.base import Analysis, Cut, Cutter, textures
+from snapstore.chunking.base import Analysis, Cut, Cutter, repeat_counts, textures
 from snapstore.compression import EncodedFrame, encode_frame
 from snapstore.format import pack as pack_format
 from snapstore.format.tables import U64, Rows, id_words
@@ -28,9 +28,10 @@ from snapstore.options import Compression
 from snapstore.repository.catalog import MISSING, Catalog
 from snapstore.repository.frame_plan import FramePlan, plan_frames
 from snapstore.repository.frames import FrameTable, Numbers
+from snapstore.repository.layouts import ZERO_FRAME
 from snapstore.repository.locality import Locality
 from snapstore.repository.packer import Packer
-from snapstore.repository.rank_builder import ZERO_FRAME, Pieces, RankBuilder
+from snapstore.repository.rank_builder import Pieces, RankBuilder
 from snapstore.repository.windows import WINDOW_BYTES, ByteArray, StreamSource, Window
 from snapstore.units import MIB
 
@@ -279,13 +280,21 @@ def _analyse(cutter: Cutter, window: Window, data: ByteArray) -> Analysis:
     if window.load is None:
         return _hole(window.length)
     window.load(data)
+    if window.ends is not None:
+        return _uncut(data)
     return cutter.analyse(data)
+
+
+def _uncut(data: ByteArray) -> Analysis:
+    return dataclasses.replace(
+        _hole(0), length=len(data), repeats=repeat_counts(data)
+    )
 
 
 def _hole(length: int) -> Analysis:
     return Analysis(
         length=length,
-        zero_runs=np.array([[0, length]], np.int64),
+        zero_runs=np.array([[0, length]] if length else np.empty((0, 2)), np.int64),
         ends=np.empty(0, np.int64),
         strong=np.empty(0, np.bool_),
         repeats=np.zeros((1, 4), np.int64),

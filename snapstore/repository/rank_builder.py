@@ -7,27 +7,22 @@ anonymous temporary file; segments are few and stay in memory.
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import tempfile
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from snapstore.clock import Clock, format_utc
-from snapstore.format import layout as layout_format
 from snapstore.format import rank as rank_format
 from snapstore.format.envelope import Built
 from snapstore.format.tables import STREAM_DTYPE, Rows
 from snapstore.format.tree import TreeEntry
-from snapstore.ids import Digest
+from snapstore.ids import Digest, PackId
 from snapstore.repository.frames import FrameTable, Numbers
+from snapstore.repository.layouts import ZERO_FRAME, SegmentTable, build_layout, join_segments
 from snapstore.units import MIB
 
-__all__ = ["ZERO_FRAME", "Pieces", "RankBuilder"]
-
-ZERO_FRAME = -1
-"""The frame number of pieces that are zeros."""
+__all__ = ["Pieces", "RankBuilder"]
 
 _SPOOL_BYTES = 32 * MIB
 
@@ -54,7 +49,7 @@ class _Stream:
     info: rank_format.StreamInfo
     extents: int = 0
     length: int = 0
-    segments: list[npt.NDArray[np.int64]] = dataclasses.field(default_factory=list)
+    segments: list[SegmentTable] = dataclasses.field(default_factory=list)
 
 
 class RankBuilder:
@@ -91,7 +86,9 @@ class RankBuilder:
         stream.extents += len(extents)
         stream.length += int(pieces.lengths.sum())
         self.data_bytes += int(pieces.lengths[data].sum())
-        stream.segments.append(_joined(pieces.lengths, pieces.frames, pieces.offsets))
+        stream.segments.append(
+            join_segments(pieces.lengths, pieces.frames, pieces.offsets)
+        )
 
     def build_manifest(
         self, tree: Sequence[TreeEntry], placement: dict[str, object]
@@ -106,32 +103,16 @@ class RankBuilder:
         streams = _stream_rows(counts, [stream.length for stream in self._streams])
         return rank_format.build_rank(meta, tree, streams, self._extents())
 
-    def build_layout(self, rank_id: Digest, frames: FrameTable, clock: Clock) -> Built:
-        """Encode the first layout; all frames must have been placed and their packs sealed."""
-        per_stream = [_segments(stream.segments) for stream in self._streams]
-        table = np.concatenate([np.zeros((0, 3), np.int64), *per_stream])
-        data = table[:, 1] != ZERO_FRAME
-        used, rows = np.unique(table[data, 1], return_inverse=True)
-        segments = np.zeros(len(table), layout_format.SEGMENT_DTYPE)
-        segments["length"] = table[:, 0]
-        segments["frame"] = layout_format.ZEROS
-        segments["frame"][data] = rows
-        segments["offset"][data] = table[data, 2]
-        frame_rows = frames.rows[used].copy()
-        pack_numbers, pack_rows = np.unique(frame_rows["pack"], return_inverse=True)
-        frame_rows["pack"] = pack_rows
-        counts = [len(part) for part in per_stream]
-        return layout_format.build_layout(
-            layout_format.LayoutMeta(
-                rank=rank_id.hex,
-                nonce=secrets.token_hex(16),
-                created=format_utc(clock.now_ns()),
-            ),
-            frames.pack_rows(pack_numbers.astype(np.int64)),
-            frame_rows,
-            _stream_rows(counts, [stream.length for stream in self._streams]),
-            segments,
-        )
+    def build_layout(
+        self, rank_id: Digest, frames: FrameTable, clock: Clock
+    ) -> tuple[Built, list[PackId]]:
+        """Encode the layout and list its packs.
+
+        All frames must have been placed and their packs sealed.
+        """
+        created = format_utc(clock.now_ns())
+        per_stream = [_joined(stream.segments) for stream in self._streams]
+        return build_layout(rank_id, created, frames, per_stream)
 
     def close(self) -> None:
         """Give the temporary file back. Idempotent."""
@@ -148,27 +129,10 @@ class RankBuilder:
         return np.frombuffer(self._spool.read(), rank_format.EXTENT_DTYPE)
 
 
-def _joined(lengths: Numbers, frames: Numbers, offsets: Numbers) -> npt.NDArray[np.int64]:
-    """Join pieces that abut in the same frame, or are zeros, into segments (length, frame, offset).
-
-    A segment may be longer than 2^32 only if it is zeros.
-    """
-    if not len(lengths):
-        return np.zeros((0, 3), np.int64)
-    same = frames[1:] == frames[:-1]
-    abut = (frames[1:] == ZERO_FRAME) | (offsets[1:] == offsets[:-1] + lengths[:-1])
-    first = np.concatenate(([True], ~(same & abut)))
-    begins = np.flatnonzero(first)
-    return np.stack(
-        (np.add.reduceat(lengths, begins), frames[begins], offsets[begins]), axis=1
-    )
-
-
-def _segments(parts: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    if not parts:
-        return np.zeros((0, 3), np.int64)
-    table = np.concatenate(parts)
-    return _joined(table[:, 0], table[:, 1], table[:, 2])
+def _joined(parts: list[SegmentTable]) -> SegmentTable:
+    """Join across the windows what was joined within each."""
+    table = np.concatenate([np.zeros((0, 3), np.int64), *parts])
+    return join_segments(table[:, 0], table[:, 1], table[:, 2])
 
 
 def _stream_rows(counts: list[int], lengths: list[int]) -> Rows:

@@ -68,3 +68,7 @@ class StreamSource(Protocol):
             SourceChanged: It did, so what was read is no state it ever had.
         """
         ...
+
+    def close(self) -> None:
+        """Release the origin without checking it. Idempotent."""
+        ...

@@ -79,8 +79,8 @@ def _translate(glob: bytes) -> bytes:
         elif kind == "set":
             inner = token["set"]
             is_negated = inner.startswith(b"!")
-            inner = (inner[1:] if is_negated else inner).replace(b"\\", b"\\\\")
-            inner = inner.replace(b"[", b"\\[").replace(b"]", b"\\]").replace(b"^", b"\\^")
+            inner = re.escape(inner[1:] if is_negated else inner)
+            inner = inner.replace(b"\\-", b"-").replace(b"--", b"\\-\\-")
             parts.append((b"[^/" if is_negated else b"[") + inner + b"]")
         else:
             parts.append(re.escape(text))

@@ -188,25 +188,28 @@ def check_unchanged(fd: int, identity: FileIdentity) -> None:
     )
 
 
-def read_source_file(tree: ScannedTree, entry: TreeEntry, *, size_bytes_max: int) -> bytes:
-    """Read a small file whole.
+def read_source_file(
+    tree: ScannedTree, entry: TreeEntry, *, size_bytes_max: int, is_prefix_enough: bool = False
+) -> bytes:
+    """Read a small file whole, or the beginning of a larger one where that is enough.
 
     Raises:
         LimitExceeded: It is larger than `size_bytes_max`; nothing was read.
         SourceChanged: It changed since the scan.
         SourceError: It cannot be read.
     """
-    if entry.size_bytes > size_bytes_max:
+    if entry.size_bytes > size_bytes_max and not is_prefix_enough:
         raise LimitExceeded(
             f"{show_path(entry.path)} has {entry.size_bytes} bytes, more than the "
             f"{size_bytes_max} that are read of such a file"
         )
+    wanted = min(entry.size_bytes, size_bytes_max)
     fd = open_source_file(tree, entry)
     try:
         parts = []
         position = 0
-        while position < entry.size_bytes:
-            part = os.pread(fd, entry.size_bytes - position, position)
+        while position < wanted:
+            part = os.pread(fd, wanted - position, position)
             if not part:
                 break
             parts.append(part)

@@ -1,8 +1,8 @@
 """The contract of the storage port as checks that anybody can run on any storage.
 
 Each check tests one statement of `snapstore.backend.base` or of `format_spec/SEMANTICS.md`,
-section 1. Nothing here knows a test framework: a check raises, or it does not. Checks leave
-objects of random names behind only if the storage cannot delete them.
+section 1. Nothing here knows a test framework: a check raises, or it does not. It removes what it
+stored, so it may be run on a storage in use; only empty directories stay.
 
 ::
 
@@ -14,190 +14,13 @@ objects of random names behind only if the storage cannot delete them.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import random
-from collections.abc import Callable, Iterator
-from typing import Literal, Self
+from snapstore.testing import contract_files, contract_objects, contract_races
+from snapstore.testing.contract_base import Check, Subject
 
-from snapstore.backend.base import Backend, ObjectKind
-from snapstore.backend.files import FileCalls
-from snapstore.errors import CapabilityMissing, SnapError
+__all__ = ["CHECKS", "Check", "Subject"]
 
-__all__ = ["CHECKS", "Check", "Session", "Subject", "check", "expect", "expect_error"]
-
-Need = Literal["nothing", "readonly", "url", "files"]
-_LACKING: dict[Need, str] = {
-    "nothing": "",
-    "readonly": "no way to open the storage for reading only",
-    "url": "no URL by which another process finds the storage",
-    "files": "no files below",
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Subject:
-    """The storage under test, which may already hold other objects.
-
-    Attributes:
-        open: Opens it anew, as independent as can be: another client, another connection.
-        open_readonly: Opens it for reading only.
-        url: Where another process finds it with `open_backend`.
-        open_on: For backends on `FileCalls`: opens it with its file calls wrapped.
-    """
-
-    open: Callable[[], Backend]
-    open_readonly: Callable[[], Backend] | None = None
-    url: str | None = None
-    open_on: Callable[[Callable[[FileCalls], FileCalls]], Backend] | None = None
-
-
-class Session:
-    """One run of one check: its handles, its names, and the removal of what it made."""
-
-    def __init__(self, subject: Subject, rng: random.Random) -> None:
-        self.subject = subject
-        self.rng = rng
-        self._handles: list[Backend] = []
-        self._names: list[tuple[ObjectKind, str]] = []
-        self._chain = f"contract/{rng.randbytes(8).hex()}/@t"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(SnapError):
-            cleaner = self.open()
-            for kind, name in self._names:
-                cleaner.delete(kind, name)
-        for handle in self._handles:
-            handle.close()
-
-    def open(self) -> Backend:
-        """Open one more independent handle, closed at the end."""
-        return self.keep(self.subject.open())
-
-    def open_readonly(self) -> Backend:
-        """Open a handle for reading only, closed at the end."""
-        assert self.subject.open_readonly is not None
-        return self.keep(self.subject.open_readonly())
-
-    def open_on(self, wrap: Callable[[FileCalls], FileCalls]) -> Backend:
-        """Open a handle with wrapped file calls; the caller closes it, since it may be dead."""
-        assert self.subject.open_on is not None
-        return self.subject.open_on(wrap)
-
-    def keep(self, handle: Backend) -> Backend:
-        """Close a handle at the end."""
-        self._handles.append(handle)
-        return handle
-
-    def data(self, size_bytes: int) -> bytes:
-        """Random bytes."""
-        return self.rng.randbytes(size_bytes)
-
-    def digest(self) -> str:
-        """A new name of 64 digits."""
-        return self.rng.randbytes(32).hex()
-
-    def pack(self) -> str:
-        """A new name for a pack, deleted at the end."""
-        return self.name(ObjectKind.PACK, self.digest())
-
-    def ref(self, number: int = 1) -> str:
-        """A name in this check's chain of refs, deleted at the end."""
-        return self.name(ObjectKind.REF, f"{self._chain}/{number:08d}")
-
-    def name(self, kind: ObjectKind, name: str) -> str:
-        """Delete the object of that name at the end."""
-        self._names.append((kind, name))
-        return name
-
-    def one_of_each(self) -> dict[ObjectKind, str]:
-        """A new name for every kind but the config, of which a store has only one."""
-        names = {
-            ObjectKind.PACK: self.digest(),
-            ObjectKind.INDEX: self.digest(),
-            ObjectKind.RANK: self.digest(),
-            ObjectKind.SNAPSHOT: self.digest(),
-            ObjectKind.LAYOUT: f"{self.digest()}/00000001",
-            ObjectKind.REF: f"{self._chain}/00000001",
-            ObjectKind.LEASE: f"{self.digest()[:32]}/00000001",
-            ObjectKind.MARK: f"packs/{self.digest()}/00000001",
-            ObjectKind.HINT: f"contract/{self.digest()}",
-        }
-        for kind, name in names.items():
-            self.name(kind, name)
-        return names
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Check:
-    """One statement of the contract and how to test it.
-
-    Attributes:
-        name: A stable word for reports.
-        statement: What must be true.
-        need: What a subject has to bring for it.
-    """
-
-    name: str
-    statement: str
-    need: Need
-    body: Callable[[Session], None]
-
-    def lacking(self, subject: Subject) -> str:
-        """Why the check cannot be run on that subject; empty if it can."""
-        there: dict[Need, bool] = {
-            "nothing": True,
-            "readonly": subject.open_readonly is not None,
-            "url": subject.url is not None,
-            "files": subject.open_on is not None,
-        }
-        return "" if there[self.need] else _LACKING[self.need]
-
-    def run(self, subject: Subject, rng: random.Random) -> None:
-        """Test the statement.
-
-        Raises:
-            CapabilityMissing: It is not true of this storage.
-            SnapError: The storage failed where it should not have.
-        """
-        with Session(subject, rng) as session:
-            self.body(session)
-
-
-CHECKS: list[Check] = []
-"""All checks, filled by `snapstore.testing.contract_checks` and `contract_files`."""
-
-
-def check(need: Need = "nothing") -> Callable[[Callable[[Session], None]], Callable[[Session], None]]:
-    """Register a function as a check; its name and the first line of its docstring describe it."""
-
-    def register(body: Callable[[Session], None]) -> Callable[[Session], None]:
-        assert body.__doc__ is not None, body
-        statement = body.__doc__.partition("\n")[0]
-        CHECKS.append(Check(body.__name__, statement, need, body))
-        return body
-
-    return register
-
-
-def expect(condition: object, message: str) -> None:
-    """Raise unless the condition holds; unlike `assert`, also under `python -O`."""
-    if not condition:
-        raise CapabilityMissing(f"the contract is broken: {message}")
-
-
-@contextlib.contextmanager
-def expect_error(wanted: type[SnapError], doing: str) -> Iterator[None]:
-    """Raise unless the block raises exactly that error; others pass through."""
-    try:
-        yield
-    except SnapError as error:
-        if type(error) is not wanted:
-            raise
-    else:
-        raise CapabilityMissing(
-            f"the contract is broken: {doing} should raise {wanted.__name__}"
-        )
+CHECKS: tuple[Check, ...] = (
+    *contract_objects.CHECKS,
+    *contract_races.CHECKS,
+    *contract_files.CHECKS,
+)

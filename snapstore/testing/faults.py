@@ -167,6 +167,10 @@ class KillableFiles:
         """Let that many more calls happen, and die before the next one."""
         self._calls_left = calls
 
+    def disarm(self) -> None:
+        """Let all calls happen again: what calls now is not the process that died."""
+        self._calls_left = None
+
     def abandon(self) -> None:
         """Close what the dead process had open."""
         for fd in self._paths:

@@ -262,6 +262,7 @@ class NfsServer:
 @dataclasses.dataclass(slots=True)
 class _OpenFile:
     number: int
+    writable: bool
     position: int = 0
     dirty: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
 
@@ -327,7 +328,7 @@ class NfsClient:
             else:
                 number = self._open_existing(path, flags)
             fd = next(self._fds)
-            self._open_files[fd] = _OpenFile(number)
+            self._open_files[fd] = _OpenFile(number, bool(flags & os.O_CREAT))
             return fd
 
     def close(self, fd: int) -> None:
@@ -335,7 +336,8 @@ class NfsClient:
         with self._lock:
             opened = self._open_file(fd)
             try:
-                self._write_back(opened, "close")
+                if opened.writable:
+                    self._write_back(opened, "close")
             finally:
                 del self._open_files[fd]
                 self._drop_silly(opened.number)

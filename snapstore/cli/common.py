@@ -1,0 +1,113 @@
+"""Options that all commands share, and the frame in which every command runs."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from snapstore.cli.console import Console
+from snapstore.errors import Interrupted, SnapError, UsageError
+from snapstore.options import STORE_URL_VARIABLE, store_url_default
+from snapstore.format.rank import HOST, RankNumber
+
+__all__ = [
+    "Json",
+    "Memory",
+    "Quiet",
+    "StoreUrl",
+    "Threads",
+    "command",
+    "parse_ranks",
+    "store_url",
+]
+
+StoreUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        help=f"The store, such as file:///mnt/nfs/snapshots. Default: ${STORE_URL_VARIABLE}.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no notes.")]
+Memory = Annotated[
+    str, typer.Option(metavar="SIZE", help="Budget for buffers and tables, whatever the snapshot.")
+]
+Threads = Annotated[
+    int, typer.Option(metavar="N", help="Worker threads; 0 means one per usable core.")
+]
+
+
+@contextlib.contextmanager
+def command(*, json: bool, quiet: bool) -> Iterator[Console]:
+    """Run a command: errors of the library become a message and the documented exit code.
+
+    Ctrl-C and SIGTERM let the operation undo what must not stay, then exit with 130.
+    """
+    console = Console(json=json, quiet=quiet)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield console
+    except SnapError as error:
+        console.error(error)
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt as interrupt:
+        error = Interrupted("interrupted", next_step="run the same command again to go on")
+        console.error(error)
+        raise typer.Exit(error.exit_code) from interrupt
+
+
+def store_url(given: str | None) -> str:
+    """The store to work with: the option, else the environment.
+
+    Raises:
+        UsageError: Neither says.
+    """
+    url = given or store_url_default()
+    if url is None:
+        raise UsageError("no store given", next_step=f"add --store URL or set {STORE_URL_VARIABLE}")
+    return url
+
+
+def parse_ranks(texts: list[str]) -> list[RankNumber]:
+    """Read `--rank` values: numbers or `host`.
+
+    Raises:
+        UsageError: One is neither.
+    """
+    ranks: list[RankNumber] = []
+    for text in texts:
+        if text == HOST:
+            ranks.append(HOST)
+        elif text.isascii() and text.isdecimal():
+            ranks.append(int(text))
+        else:
+            raise UsageError(f"not a rank: {text!r}", next_step="give a number, or host")
+    return ranks
+
+
+def parse_labels(texts: list[str]) -> dict[str, str]:
+    """Read `--label` values of the form `key=value`.
+
+    Raises:
+        UsageError: One is not of that form.
+    """
+    labels = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"not a label: {text!r}", next_step="write it as key=value")
+        labels[key] = value
+    return labels
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+

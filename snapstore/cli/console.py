@@ -1,0 +1,138 @@
+"""What commands print: results on stdout, everything else on stderr, and how errors look."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+
+from snapstore.clock import SystemClock
+from snapstore.errors import SnapError
+from snapstore.progress import Progress, ProgressCallback
+from snapstore.units import format_bytes
+
+__all__ = ["Console"]
+
+_PLAIN_INTERVAL_S = 5.0
+
+
+class Console:
+    """Where one command prints.
+
+    With `json` stdout carries nothing but JSON: one object, or one a line for listings.
+    """
+
+    def __init__(self, *, json: bool, quiet: bool) -> None:
+        self.json = json
+        self.quiet = quiet
+        self._out = rich.console.Console(soft_wrap=True, highlight=False, markup=False)
+        self._err = rich.console.Console(
+            stderr=True, soft_wrap=True, highlight=False, markup=False
+        )
+
+    def result(self, value: Mapping[str, object], text: str) -> None:
+        """Print what a command found or did: an object, or a line or more for people."""
+        if self.json:
+            print(msgspec.json.encode(value, order="sorted").decode(), flush=True)
+        else:
+            self._out.print(text)
+
+    def table(self, headings: list[str], rows: list[list[str]]) -> None:
+        """Print a table for people; columns whose heading ends in `>` are right-aligned."""
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        for heading in headings:
+            table.add_column(
+                heading.rstrip(">"), justify="right" if heading.endswith(">") else "left",
+                no_wrap=True,
+            )
+        for row in rows:
+            table.add_row(*row)
+        self._out.print(table)
+
+    def note(self, text: str) -> None:
+        """Tell people something on the side."""
+        if not self.quiet:
+            self._err.print(text)
+
+    def warn(self, text: str) -> None:
+        """Tell people something that they should look at, even with `--quiet`."""
+        self._err.print(f"warning: {text}")
+
+    def error(self, error: SnapError) -> None:
+        """Print an error: the object, then the next step."""
+        if self.json:
+            document = {
+                "error": {
+                    "code": error.code,
+                    "exit_code": error.exit_code,
+                    "message": str(error),
+                    "next_step": error.next_step,
+                    "retryable": error.retryable,
+                }
+            }
+            print(msgspec.json.encode(document, order="sorted").decode(), flush=True)
+        self._err.print(f"error: {error}")
+        if error.next_step:
+            self._err.print(f"next: {error.next_step}")
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[ProgressCallback | None]:
+        """Show progress while the block runs: a bar on a terminal, now and then a line elsewhere."""
+        if self.quiet:
+            yield None
+        elif sys.stderr.isatty():
+            with _bar(self._err) as callback:
+                yield callback
+        else:
+            yield _PlainProgress(self._err)
+
+
+@contextlib.contextmanager
+def _bar(console: rich.console.Console) -> Iterator[ProgressCallback]:
+    columns = (
+        rich.progress.TextColumn("{task.description:7}"),
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(),
+        rich.progress.TransferSpeedColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("start", total=None)
+
+        def show(now: Progress) -> None:
+            total = now.total_bytes or None
+            bar.update(task, description=now.phase, completed=now.done_bytes, total=total)
+
+        yield show
+
+
+class _PlainProgress:
+    """Lines for logs: at each new phase and every few seconds."""
+
+    def __init__(self, console: rich.console.Console) -> None:
+        self._console = console
+        self._clock = SystemClock()
+        self._phase = ""
+        self._started_s = self._shown_s = self._clock.monotonic_s()
+
+    def __call__(self, now: Progress) -> None:
+        moment_s = self._clock.monotonic_s()
+        if now.phase != self._phase:
+            self._phase = now.phase
+            self._started_s = self._shown_s = moment_s
+            return
+        if moment_s - self._shown_s < _PLAIN_INTERVAL_S:
+            return
+        self._shown_s = moment_s
+        rate = now.done_bytes / max(moment_s - self._started_s, 1e-3)
+        line = f"{now.phase}: {format_bytes(now.done_bytes)}"
+        if now.total_bytes:
+            left_s = (now.total_bytes - now.done_bytes) / max(rate, 1)
+            line += f" of {format_bytes(now.total_bytes)}, {left_s:.0f} s left"
+        self._console.print(f"{line}, {format_bytes(int(rate))}/s")

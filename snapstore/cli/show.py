@@ -1,0 +1,111 @@
+"""`snapstore show`: one snapshot in detail."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from snapstore.cli.common import Json, Quiet, StoreUrl, command, store_url
+from snapstore.cli.console import Console
+from snapstore.repository.store import open_store
+from snapstore.repository.summary import SnapshotSummary
+from snapstore.units import format_bytes
+
+__all__ = ["show"]
+
+_STREAMS_SHOWN = 20
+
+
+def show(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME[:TAG]", help="Which snapshot; or NAME@b3:ID.")
+    ],
+    *,
+    all_streams: Annotated[
+        bool, typer.Option("--streams", help="List all streams, not only the largest.")
+    ] = False,
+    store: StoreUrl = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Tell what a snapshot holds, what it takes, and what it needs to run."""
+    with (
+        command(json=json, quiet=quiet) as console,
+        open_store(store_url(store), readonly=True) as opened,
+    ):
+        summary = opened.show(name)
+        if json:
+            document = msgspec.to_builtins(summary, enc_hook=str)
+            console.result(document, "")
+        else:
+            _print(console, summary, all_streams=all_streams)
+
+
+def _print(console: Console, summary: SnapshotSummary, *, all_streams: bool) -> None:
+    lines = [
+        f"snapshot      {summary.id}",
+        f"created       {summary.created} by {summary.writer.get('program', '?')} "
+        f"{summary.writer.get('version', '')}",
+        f"kind          {summary.kind}",
+        f"sizes         {format_bytes(summary.logical_bytes)} logical, "
+        f"{format_bytes(summary.data_bytes)} without zeros, "
+        f"{format_bytes(summary.unique_bytes)} unique, "
+        f"{format_bytes(summary.stored_bytes)} stored",
+        *(f"label         {key}={value}" for key, value in sorted(summary.labels.items())),
+        *(
+            f"requirement   {key}: {_short(value)}"
+            for key, value in sorted(summary.requirements.items())
+        ),
+        *(
+            f"codec         {name}: {codec.frames} frames, {format_bytes(codec.plain_bytes)} in "
+            f"{format_bytes(codec.stored_bytes)}"
+            for name, codec in summary.codecs.items()
+        ),
+    ]
+    console.result({}, "\n".join(lines))
+    console.table(
+        ["rank", "files>", "logical>", "data>", "unique>", "stored>", "chunks>", "frames>",
+         "packs>", "manifest"],
+        [
+            [
+                str(rank.rank),
+                str(rank.files),
+                format_bytes(rank.logical_bytes),
+                format_bytes(rank.data_bytes),
+                format_bytes(rank.unique_bytes),
+                format_bytes(rank.stored_bytes),
+                str(rank.chunks),
+                str(rank.frames),
+                str(rank.packs),
+                rank.id.short,
+            ]
+            for rank in summary.ranks
+        ],
+    )
+    streams = [(rank.rank, stream) for rank in summary.ranks for stream in rank.streams]
+    streams.sort(key=lambda item: -item[1].logical_bytes)
+    shown = streams if all_streams else streams[:_STREAMS_SHOWN]
+    console.table(
+        ["rank", "stream>", "class", "logical>", "data>", "runs>", "origin"],
+        [
+            [
+                str(rank),
+                str(stream.number),
+                stream.data_class,
+                format_bytes(stream.logical_bytes),
+                format_bytes(stream.data_bytes),
+                str(stream.segments),
+                stream.origin,
+            ]
+            for rank, stream in shown
+        ],
+    )
+    if len(shown) < len(streams):
+        console.note(f"{len(streams) - len(shown)} more streams: add --streams")
+
+
+def _short(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 160 else text[:157] + "..."

@@ -1,0 +1,149 @@
+"""Carrying out a read plan: fetch, check, decode and place, many reads at once.
+
+Threads take reads from the plan; each borrows one buffer for stored and one for decoded bytes, so
+memory is their number times these sizes, whatever the snapshot. The first error stops all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+import xxhash
+
+from snapstore.backend.base import Backend, ObjectKind
+from snapstore.compression import Codec, decode_frame
+from snapstore.errors import DigestMismatch, MissingPack, ObjectNotFound, RangeNotSatisfiable
+from snapstore.format import limits
+from snapstore.repository.buffers import BufferPool
+from snapstore.repository.read_plan import Destination, ReadPlan, ReadUnit
+from snapstore.repository.verifier import ChunkVerifier
+
+__all__ = ["fetch_plan"]
+
+Place = Callable[[Destination, memoryview], None]
+"""Takes bytes to where they belong; called from many threads; the view is valid only meanwhile."""
+
+
+def fetch_plan(
+    backend: Backend,
+    plan: ReadPlan,
+    place: Place,
+    *,
+    threads: int,
+    read_bytes_max: int,
+    verifiers: Sequence[ChunkVerifier] = (),
+    skip: Callable[[ReadUnit], bool] = lambda _: False,
+    done: Callable[[ReadUnit], None] = lambda _: None,
+) -> None:
+    """Read all that a plan says and hand every run of bytes to `place`.
+
+    Args:
+        backend: Where the packs are.
+        plan: What to read.
+        place: Called with checked bytes only.
+        threads: Reads in flight.
+        read_bytes_max: As given to the planner.
+        verifiers: One per layout of the plan for strong integrity; none for fast.
+        skip: Reads that need not be done again.
+        done: Told of each read whose bytes are all placed.
+
+    Raises:
+        MissingPack: A pack is gone.
+        DigestMismatch: Bytes are not what they should be.
+        Malformed: A frame does not decode.
+    """
+    _Fetch(backend, plan, place, verifiers, read_bytes_max, threads).run(threads, skip, done)
+
+
+class _Fetch:
+    def __init__(
+        self,
+        backend: Backend,
+        plan: ReadPlan,
+        place: Place,
+        verifiers: Sequence[ChunkVerifier],
+        read_bytes_max: int,
+        threads: int,
+    ) -> None:
+        self._backend = backend
+        self._plan = plan
+        self._place = place
+        self._verifiers = verifiers
+        stored = max(read_bytes_max, limits.FRAME_STORED_BYTES_MAX)
+        self._stored = BufferPool(count=threads, size_bytes=stored)
+        self._decoded = BufferPool(count=threads, size_bytes=limits.FRAME_PLAIN_BYTES_MAX)
+        self._stop = threading.Event()
+
+    def run(
+        self,
+        threads: int,
+        skip: Callable[[ReadUnit], bool],
+        done: Callable[[ReadUnit], None],
+    ) -> None:
+        pending = iter([unit for unit in self._plan.units if not skip(unit)])
+        lock = threading.Lock()
+
+        def work() -> None:
+            try:
+                while not self._stop.is_set():
+                    with lock:
+                        unit = next(pending, None)
+                    if unit is None:
+                        return
+                    self._read(unit)
+                    done(unit)
+            except BaseException:
+                self._stop.set()
+                raise
+
+        with ThreadPoolExecutor(threads, thread_name_prefix="snapstore-fetch") as executor:
+            futures = [executor.submit(work) for _ in range(threads)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                self._stop.set()
+        for future in futures:
+            future.result()
+
+    def _read(self, unit: ReadUnit) -> None:
+        with self._stored.borrowed() as buffer:
+            stored = buffer[: unit.length].data
+            try:
+                self._backend.get_range(ObjectKind.PACK, unit.pack.hex, unit.offset, stored)
+            except (ObjectNotFound, RangeNotSatisfiable) as error:
+                raise MissingPack(
+                    f"pack {unit.pack.short} is gone or cut short, at offset {unit.offset}",
+                    next_step="if a prune ran meanwhile, pull again; else `snapstore verify`",
+                ) from error
+            for row in range(unit.first, unit.last):
+                self._frame(unit, row, stored)
+
+    def _frame(self, unit: ReadUnit, row: int, stored: memoryview) -> None:
+        frame = self._plan.frames[row]
+        offset = int(frame["offset"])
+        begin = offset - unit.offset
+        data = stored[begin : begin + int(frame["stored_length"])]
+        if xxhash.xxh3_128_digest(data) != bytes(frame["checksum"]):
+            raise DigestMismatch(
+                f"frame at offset {offset} of pack {unit.pack.short} is damaged",
+                next_step="`snapstore verify` tells what else is; push the same data again",
+            )
+        codec = int(frame["codec"])
+        if codec == Codec.RAW and len(data) == frame["plain_length"]:
+            self._distribute(row, data)
+            return
+        with self._decoded.borrowed() as buffer:
+            decoded = buffer[: int(frame["plain_length"])].data
+            decode_frame(codec, data, decoded)
+            self._distribute(row, decoded)
+
+    def _distribute(self, row: int, decoded: memoryview) -> None:
+        for destination in self._plan.destinations(row):
+            if self._verifiers:
+                self._verifiers[destination.source].check(destination, decoded)
+            end = destination.offset + destination.length
+            self._place(destination, decoded[destination.offset : end])
+
+

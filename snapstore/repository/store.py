@@ -1,0 +1,241 @@
+"""The façade: one open store, and everything that can be done with it.
+
+Wiring only; the work is in the modules beside this one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from snapstore.backend import open_backend
+from snapstore.backend.base import Backend, ObjectKind
+from snapstore.clock import Clock, SystemClock, format_utc
+from snapstore.errors import ObjectExists, ObjectNotFound, RefNotFound, StoreNotFound
+from snapstore.format import limits
+from snapstore.format.config import StoreConfig, decode_config, encode_config
+from snapstore.format.rank import RankNumber
+from snapstore.ids import RefName, SnapshotRef, parse_snapshot_ref
+from snapstore.options import StoreOptions
+from snapstore.progress import ProgressCallback, ProgressMeter
+from snapstore.repository.objects import read_object
+from snapstore.repository.pull import PullRequest, PullResult, pull_snapshot
+from snapstore.repository.push import PushRequest, PushResult, push_directory
+from snapstore.repository.refs import ResolvedRef, list_refs, resolve_ref
+from snapstore.repository.snapshot import Snapshot, load_snapshot
+from snapstore.repository.summary import SnapshotSummary, summarise
+
+__all__ = ["Store", "init_store", "open_store"]
+
+
+class Store:
+    """An open store. Thread-safe; a context manager that closes its connections.
+
+    Every operation blocks. Operations that take a `progress` callback call it from worker threads,
+    one call at a time; an exception from it ends the operation like any other error.
+    """
+
+    def __init__(
+        self, backend: Backend, config: StoreConfig, options: StoreOptions, clock: Clock
+    ) -> None:
+        self._backend = backend
+        self._options = options
+        self._clock = clock
+        self.config = config
+
+    @property
+    def url(self) -> str:
+        """The store's URL, without credentials."""
+        return self._backend.capabilities.url
+
+    def push(
+        self,
+        directory: Path | str,
+        name: RefName | str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        rank_glob: str | None = None,
+        class_overrides: Sequence[str] = (),
+        skip_special: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> PushResult:
+        """Store a directory as a snapshot and let `name` point to it.
+
+        Returns once the snapshot is durable. Safe to repeat: what is stored already is not sent
+        again, and a push that failed or was killed left nothing under the name.
+
+        Args:
+            directory: The tree; any directory.
+            name: `team/model/engine:tag`.
+            labels: Kept with the snapshot.
+            rank_glob: Which paths belong to which rank, with `{N}` for its number.
+            class_overrides: `GLOB=CLASS`, how files are to be cut.
+            skip_special: Leave out sockets, fifos and devices.
+            progress: Told how far it is.
+
+        Raises:
+            SourceError: The tree cannot be stored as it stands, or changed meanwhile.
+            BackendError: The storage failed.
+            ConcurrencyError: Somebody else decided first; push again.
+        """
+        request = PushRequest(
+            directory=Path(directory),
+            name=_ref_name(name),
+            labels=labels or {},
+            rank_glob=rank_glob,
+            class_overrides=class_overrides,
+            skip_special=skip_special,
+        )
+        meter = ProgressMeter(progress)
+        return push_directory(self._backend, self._options, self._clock, request, meter)
+
+    def pull(
+        self,
+        name: SnapshotRef | RefName | str,
+        directory: Path | str,
+        *,
+        ranks: Sequence[RankNumber] = (),
+        resume: bool = False,
+        in_place: bool = False,
+        sync: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> PullResult:
+        """Recreate a snapshot's tree.
+
+        The directory has its name only when everything in it was checked and written (I8), except
+        with `in_place`.
+
+        Args:
+            name: `name`, `name:tag` or `name@b3:<id>`.
+            directory: Must not exist or be empty.
+            ranks: Only these, and what is above them; default all.
+            resume: Go on with what an earlier pull to the same directory left.
+            in_place: Write straight into an existing directory, such as a mount point.
+            sync: Return only when the files are durable.
+            progress: Told how far it is.
+
+        Raises:
+            LookupFailed: There is no such snapshot.
+            IntegrityError: Bytes are damaged or gone; nothing has the final name.
+            TargetError: The directory cannot be used.
+        """
+        request = PullRequest(
+            directory=Path(directory),
+            ranks=tuple(ranks),
+            resume=resume,
+            in_place=in_place,
+            sync=sync,
+        )
+        snapshot = self.snapshot(name)
+        return pull_snapshot(snapshot, self._options, request, ProgressMeter(progress))
+
+    def snapshot(self, name: SnapshotRef | RefName | str) -> Snapshot:
+        """Find a snapshot and read its root manifest.
+
+        Raises:
+            LookupFailed: There is no such snapshot.
+            IntegrityError: It is damaged.
+        """
+        wanted = _snapshot_ref(name)
+        if wanted.snapshot is not None:
+            return load_snapshot(self._backend, wanted.snapshot)
+        found = resolve_ref(self._backend, wanted.ref)
+        return load_snapshot(self._backend, found.snapshot, named=str(wanted))
+
+    def list(self, prefix: str = "") -> Iterator[ResolvedRef]:
+        """Give the names that start with `prefix` and what they point to, sorted."""
+        for name in list_refs(self._backend, prefix):
+            try:
+                yield resolve_ref(self._backend, name)
+            except RefNotFound:
+                continue  # Deleted.
+
+    def show(self, name: SnapshotRef | RefName | str) -> SnapshotSummary:
+        """Tell what a snapshot holds and what it takes."""
+        return summarise(self.snapshot(name))
+
+    def close(self) -> None:
+        """Release connections and descriptors. Idempotent."""
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def init_store(
+    url: str, options: StoreOptions | None = None, *, clock: Clock | None = None
+) -> Store:
+    """Make a store, or open the one that is there already.
+
+    Raises:
+        UsageError: The URL cannot be meant.
+        BackendError: The storage cannot be written.
+    """
+    clock = clock or SystemClock()
+    backend = open_backend(url, create=True)
+    config = StoreConfig(created=format_utc(clock.now_ns()), store_id=secrets.token_hex(16))
+    try:
+        backend.put_new(ObjectKind.CONFIG, "", [encode_config(config)])
+    except ObjectExists:
+        pass  # Somebody made it before: theirs counts.
+    return Store(backend, _read_config(backend), options or StoreOptions(), clock)
+
+
+def open_store(
+    url: str,
+    options: StoreOptions | None = None,
+    *,
+    readonly: bool = False,
+    clock: Clock | None = None,
+) -> Store:
+    """Open an existing store.
+
+    Args:
+        url: `file:///mnt/snapshots`, or a path.
+        options: Budget, threads, compression, integrity.
+        readonly: Never write, not even leases.
+        clock: For tests.
+
+    Raises:
+        StoreNotFound: There is none.
+        UnsupportedVersion: It is of a newer format.
+    """
+    backend = open_backend(url, readonly=readonly)
+    try:
+        config = _read_config(backend)
+    except BaseException:
+        backend.close()
+        raise
+    return Store(backend, config, options or StoreOptions(), clock or SystemClock())
+
+
+def _read_config(backend: Backend) -> StoreConfig:
+    try:
+        data = read_object(backend, ObjectKind.CONFIG, "", limit_bytes=limits.CONFIG_BYTES_MAX)
+    except ObjectNotFound as error:
+        raise StoreNotFound(
+            f"there is no store at {backend.capabilities.url}",
+            next_step="make one with `snapstore init`",
+        ) from error
+    return decode_config(data)
+
+
+def _ref_name(name: RefName | str) -> RefName:
+    return name if isinstance(name, RefName) else parse_snapshot_ref(name).ref
+
+
+def _snapshot_ref(name: SnapshotRef | RefName | str) -> SnapshotRef:
+    if isinstance(name, str):
+        return parse_snapshot_ref(name)
+    return SnapshotRef(name) if isinstance(name, RefName) else name

@@ -1,0 +1,10 @@
+"""The version of this program, as manifests record it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+__all__ = ["WRITER", "VERSION"]
+
+VERSION = importlib.metadata.version("snapstore")
+WRITER: dict[str, object] = {"program": "snapstore", "version": VERSION}

@@ -1,0 +1,1 @@
+"""The cases of `format_spec/vectors`, encoded by code that shares nothing with `snapstore`."""
