@@ -5,7 +5,7 @@ Clocks decide when something is tried, never who wins (`format_spec/SEMANTICS.md
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import time
 from typing import Protocol
 
@@ -46,5 +46,5 @@ class SystemClock:
 
 def format_utc(ns: int) -> str:
     """Write a time as RFC 3339 in UTC with whole seconds, the form all stored documents use."""
-    moment = datetime.datetime.fromtimestamp(ns // 1_000_000_000, tz=datetime.UTC)
+    moment = dt.datetime.fromtimestamp(ns // 1_000_000_000, tz=dt.UTC)
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

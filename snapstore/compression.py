@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ import zstandard
 from snapstore.errors import Malformed
 from snapstore.options import Compression
 from snapstore.units import KIB, MIB, BytesLike
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Codec", "EncodedFrame", "decode_frame", "encode_frame"]
 
@@ -92,7 +95,7 @@ def _level(level: int) -> zstandard.ZstdCompressionParameters:
     return zstandard.ZstdCompressionParameters.from_level(level)
 
 
-_PARAMETERS = {
+_PARAMETERS: dict[str, Callable[[], zstandard.ZstdCompressionParameters]] = {
     "entropy": _entropy_parameters,
     "fast": lambda: _level(1),
     "auto": lambda: _level(1),
@@ -101,9 +104,7 @@ _PARAMETERS = {
 _local = _ThreadCodecs()
 
 
-def encode_frame(
-    plain: ByteArray, texture: int, phase: int, effort: Compression
-) -> EncodedFrame:
+def encode_frame(plain: ByteArray, texture: int, phase: int, effort: Compression) -> EncodedFrame:
     """Encode one frame as its texture suggests, or raw if that does not pay.
 
     Args:
@@ -186,7 +187,9 @@ def _split_plane(body: ByteArray, width: int, plane: int, *, rotate: bool) -> By
     elif plane == 1:
         np.right_shift(numbers, 7, out=out, casting="unsafe")
     else:
-        np.bitwise_or(np.left_shift(numbers, 1), np.right_shift(numbers, 15), out=out, casting="unsafe")
+        np.bitwise_or(
+            np.left_shift(numbers, 1), np.right_shift(numbers, 15), out=out, casting="unsafe"
+        )
     return out
 
 
@@ -282,7 +285,9 @@ def _merge_planes(planes: list[ByteArray], body: ByteArray, width: int, *, rotat
     else:
         np.left_shift(planes[top], 8 * top, out=numbers, dtype=dtype)
         for plane in range(1, top):
-            np.bitwise_or(numbers, np.left_shift(planes[plane], 8 * plane, dtype=dtype), out=numbers)
+            np.bitwise_or(
+                numbers, np.left_shift(planes[plane], 8 * plane, dtype=dtype), out=numbers
+            )
         np.bitwise_or(numbers, planes[0], out=numbers)
     if not aligned:
         np.copyto(body, numbers.view(np.uint8))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from snapstore.errors import LimitExceeded, Malformed
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "chmod_path_fd",
     "is_kept_xattr",
     "open_directory_below",
     "parent_below",
@@ -114,3 +116,12 @@ def parent_below(root_fd: int, path: bytes) -> Iterator[tuple[int, bytes]]:
         yield fd, components[-1]
     finally:
         os.close(fd)
+
+
+def chmod_path_fd(fd: int, mode: int) -> None:
+    """Change the mode of what an `O_PATH` descriptor is of, which `fchmod` refuses to do.
+
+    Raises:
+        OSError: As `chmod` has it, and where /proc is missing or closed to this process.
+    """
+    Path(f"/proc/self/fd/{fd}").chmod(mode)

@@ -10,6 +10,7 @@ import re
 from typing import Self
 
 from blake3 import blake3
+from typing_extensions import override
 
 from snapstore.errors import Malformed, UsageError
 
@@ -70,6 +71,7 @@ class Digest:
         """The first 12 digits: enough for people and for messages, never for machines."""
         return self.raw[:6].hex()
 
+    @override
     def __str__(self) -> str:
         return self.hex
 
@@ -114,6 +116,7 @@ class RefName:
                 f"of the first two, at most {TAG_CHARS_MAX} characters",
             )
 
+    @override
     def __str__(self) -> str:
         return f"{self.name}:{self.tag}"
 
@@ -125,6 +128,7 @@ class SnapshotRef:
     ref: RefName
     snapshot: SnapshotId | None = None
 
+    @override
     def __str__(self) -> str:
         if self.snapshot is None:
             return str(self.ref)

@@ -6,7 +6,16 @@ import re
 
 from snapstore.errors import UsageError
 
-__all__ = ["GIB", "KIB", "MIB", "PAGE_BYTES", "BytesLike", "align_up", "format_bytes", "parse_bytes"]
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "PAGE_BYTES",
+    "BytesLike",
+    "align_up",
+    "format_bytes",
+    "parse_bytes",
+]
 
 KIB = 1024
 MIB = 1024 * KIB

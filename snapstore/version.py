@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-__all__ = ["WRITER", "VERSION"]
+__all__ = ["VERSION", "WRITER"]
 
 VERSION = importlib.metadata.version("snapstore")
 WRITER: dict[str, object] = {"program": "snapstore", "version": VERSION}

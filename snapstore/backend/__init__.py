@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import urllib.parse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from snapstore.backend.base import Backend
 from snapstore.backend.memory import MemoryBackend
 from snapstore.backend.posix import PosixBackend
 from snapstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from snapstore.backend.base import Backend
 
 __all__ = ["open_backend"]
 

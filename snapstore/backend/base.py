@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from snapstore.units import BytesLike
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from snapstore.units import BytesLike
 
 __all__ = ["CONTENT_NAMED", "Backend", "Capabilities", "ObjectInfo", "ObjectKind"]
 

@@ -6,9 +6,12 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from snapstore.clock import Clock
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from snapstore.clock import Clock
 
 __all__ = ["DESCRIPTORS_MAX", "DescriptorCache"]
 

@@ -11,8 +11,7 @@ import dataclasses
 import errno
 import os
 import stat
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from snapstore.errors import (
     AccessDenied,
@@ -21,7 +20,11 @@ from snapstore.errors import (
     OutOfSpace,
     TransientBackendError,
 )
-from snapstore.units import BytesLike
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from snapstore.units import BytesLike
 
 __all__ = [
     "FileCalls",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from snapstore.backend import layout
 from snapstore.backend.base import CONTENT_NAMED, Capabilities, ObjectInfo, ObjectKind
@@ -21,6 +21,9 @@ from snapstore.errors import (
     StoreNotFound,
 )
 from snapstore.units import MIB, BytesLike
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["MemoryBackend", "MemoryObjects"]
 

@@ -11,8 +11,9 @@ dropped, and nothing is synced a second time through the same descriptor: Linux 
 write-back once and then calls the file clean.
 
 *Network file systems cache names.* What `stat(2)` says may be a minute old, both *there* and *not
-there*. Objects are therefore looked at by `open`, which asks the server, and *not there* is
-believed only after the directories above were opened too, which drops outdated absent names.
+there*. Objects are therefore looked at by `open`, which asks the server about the file, after
+opening their folder, which asks the server about the names: an absent name is forgotten when its
+folder has changed, and so is a name that was removed while its file lives on under another one.
 
 *Replies get lost.* A `link` that reports any error may have happened; the target decides.
 """
@@ -25,8 +26,8 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from snapstore.backend import layout
 from snapstore.backend.base import CONTENT_NAMED, Capabilities, ObjectInfo, ObjectKind
@@ -51,6 +52,9 @@ from snapstore.errors import (
     UsageError,
 )
 from snapstore.units import MIB, BytesLike
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["PosixBackend"]
 
@@ -78,6 +82,7 @@ _NO_LINKS = frozenset(
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 _SURELY_REFUSED = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 _GONE = frozenset({errno.ENOENT, errno.ESTALE})
+_NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})
 _SETTLED_MAX = 65_536
 
 
@@ -282,8 +287,9 @@ class PosixBackend:
     def _open_path(self, path: str) -> int:
         """Open an object for reading, as the server has it now."""
         try:
-            return self._open_regular(path)
+            self._touch_folder(path.rpartition("/")[0])
         except OSError as error:
+            # That may be just as old: is there really no such folder?
             if error.errno != errno.ENOENT or not self._refresh_folders(path):
                 raise
         return self._open_regular(path)
@@ -306,7 +312,7 @@ class PosixBackend:
             self._close_quietly(fd)
 
     def _refresh_folders(self, path: str) -> bool:
-        """Make the client drop what it believes absent below the folders of `path`.
+        """Make the client drop what it wrongly believes of the names in the folders of `path`.
 
         Opening a directory is what makes a network file system ask the server whether it has
         changed. Returns whether all folders exist, so that another look is worth it.
@@ -378,7 +384,7 @@ class PosixBackend:
     def _has_length(self, key: str, size_bytes: int) -> bool:
         """Whether the object is surely there; saves writing a pack that another push brought."""
         try:
-            fd = self._open_regular(self._path(key))
+            fd = self._open_path(self._path(key))
         except OSError:
             return False
         try:
@@ -468,7 +474,7 @@ class PosixBackend:
                     return True
                 return self._has_bytes(fd, written.views)
         except OSError as error:
-            if error.errno not in _GONE and error.errno != errno.ELOOP:
+            if error.errno not in _GONE | _NO_FILE:
                 raise
         return self._compare_odd(target)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from snapstore.backend.base import Backend, Capabilities, ObjectInfo, ObjectKind
-from snapstore.clock import Clock
 from snapstore.errors import TransientBackendError
-from snapstore.units import BytesLike
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator, Sequence
+
+    from snapstore.backend.base import Backend, Capabilities, ObjectInfo, ObjectKind
+    from snapstore.clock import Clock
+    from snapstore.units import BytesLike
 
 __all__ = ["RetryPolicy", "RetryingBackend"]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from snapstore.backend.base import Backend, Capabilities, ObjectInfo, ObjectKind
-from snapstore.clock import Clock
-from snapstore.units import BytesLike
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from snapstore.backend.base import Backend, Capabilities, ObjectInfo, ObjectKind
+    from snapstore.clock import Clock
+    from snapstore.units import BytesLike
 
 __all__ = ["Operation", "TraceHook", "TracingBackend", "Verb", "VerbCounts"]
 

@@ -1,1 +1,1 @@
-"""Where streams are cut into chunks: pure functions of their bytes, one cutter per class of data."""
+"""Where streams are cut into chunks: pure functions of their bytes, a cutter for each class."""

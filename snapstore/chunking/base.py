@@ -168,9 +168,7 @@ def data_extents(analysis: Analysis, carried: int) -> tuple[Offsets, Offsets]:
     return begins[keep], ends[keep]
 
 
-def assemble(
-    analysis: Analysis, starts: Offsets, ends: Offsets, carried: int
-) -> Cut:
+def assemble(analysis: Analysis, starts: Offsets, ends: Offsets, carried: int) -> Cut:
     """Merge chunks and zero runs into pieces in order of offset."""
     zero_runs = analysis.zero_runs
     all_starts = np.concatenate((starts, zero_runs[:, 0]))

@@ -86,9 +86,7 @@ class ContentCutter:
                 starts.append(start)
                 ends.append(end)
                 start = end
-        return assemble(
-            analysis, np.array(starts, np.int64), np.array(ends, np.int64), left
-        )
+        return assemble(analysis, np.array(starts, np.int64), np.array(ends, np.int64), left)
 
     def _next_end(
         self, start: int, stop: int, strong: list[int], anywhere: list[int], *, unfinished: bool

@@ -12,8 +12,8 @@ import typer
 
 from snapstore.cli.console import Console
 from snapstore.errors import Interrupted, SnapError, UsageError
-from snapstore.options import STORE_URL_VARIABLE, store_url_default
 from snapstore.format.rank import HOST, RankNumber
+from snapstore.options import STORE_URL_VARIABLE, store_url_default
 
 __all__ = [
     "Json",
@@ -58,9 +58,9 @@ def command(*, json: bool, quiet: bool) -> Iterator[Console]:
         console.error(error)
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt as interrupt:
-        error = Interrupted("interrupted", next_step="run the same command again to go on")
-        console.error(error)
-        raise typer.Exit(error.exit_code) from interrupt
+        stopped = Interrupted("interrupted", next_step="run the same command again to go on")
+        console.error(stopped)
+        raise typer.Exit(stopped.exit_code) from interrupt
 
 
 def store_url(given: str | None) -> str:
@@ -109,5 +109,3 @@ def parse_labels(texts: list[str]) -> dict[str, str]:
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
-
-

@@ -20,6 +20,7 @@ from snapstore.units import format_bytes
 __all__ = ["Console"]
 
 _PLAIN_INTERVAL_S = 5.0
+_PIPE_COLUMNS = 200
 
 
 class Console:
@@ -31,10 +32,10 @@ class Console:
     def __init__(self, *, json: bool, quiet: bool) -> None:
         self.json = json
         self.quiet = quiet
-        self._out = rich.console.Console(soft_wrap=True, highlight=False, markup=False)
-        self._err = rich.console.Console(
-            stderr=True, soft_wrap=True, highlight=False, markup=False
-        )
+        # Tables keep their columns when the output goes to a file or a pipe.
+        width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+        self._out = rich.console.Console(soft_wrap=True, highlight=False, markup=False, width=width)
+        self._err = rich.console.Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
     def result(self, value: Mapping[str, object], text: str) -> None:
         """Print what a command found or did: an object, or a line or more for people."""
@@ -48,7 +49,8 @@ class Console:
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
         for heading in headings:
             table.add_column(
-                heading.rstrip(">"), justify="right" if heading.endswith(">") else "left",
+                heading.rstrip(">"),
+                justify="right" if heading.endswith(">") else "left",
                 no_wrap=True,
             )
         for row in rows:
@@ -83,7 +85,7 @@ class Console:
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[ProgressCallback | None]:
-        """Show progress while the block runs: a bar on a terminal, now and then a line elsewhere."""
+        """Show progress while the block runs: a bar on a terminal, lines elsewhere."""
         if self.quiet:
             yield None
         elif sys.stderr.isatty():

@@ -16,6 +16,7 @@ from snapstore.units import format_bytes
 __all__ = ["show"]
 
 _STREAMS_SHOWN = 20
+_VALUE_CHARS = 160
 
 
 def show(
@@ -44,15 +45,18 @@ def show(
 
 
 def _print(console: Console, summary: SnapshotSummary, *, all_streams: bool) -> None:
+    program = f"{summary.writer.get('program', '?')} {summary.writer.get('version', '')}"
+    sizes = (
+        (summary.logical_bytes, "logical"),
+        (summary.data_bytes, "without zeros"),
+        (summary.unique_bytes, "unique"),
+        (summary.stored_bytes, "stored"),
+    )
     lines = [
         f"snapshot      {summary.id}",
-        f"created       {summary.created} by {summary.writer.get('program', '?')} "
-        f"{summary.writer.get('version', '')}",
+        f"created       {summary.created} by {program}",
         f"kind          {summary.kind}",
-        f"sizes         {format_bytes(summary.logical_bytes)} logical, "
-        f"{format_bytes(summary.data_bytes)} without zeros, "
-        f"{format_bytes(summary.unique_bytes)} unique, "
-        f"{format_bytes(summary.stored_bytes)} stored",
+        "sizes         " + ", ".join(f"{format_bytes(count)} {word}" for count, word in sizes),
         *(f"label         {key}={value}" for key, value in sorted(summary.labels.items())),
         *(
             f"requirement   {key}: {_short(value)}"
@@ -66,8 +70,18 @@ def _print(console: Console, summary: SnapshotSummary, *, all_streams: bool) -> 
     ]
     console.result({}, "\n".join(lines))
     console.table(
-        ["rank", "files>", "logical>", "data>", "unique>", "stored>", "chunks>", "frames>",
-         "packs>", "manifest"],
+        [
+            "rank",
+            "files>",
+            "logical>",
+            "data>",
+            "unique>",
+            "stored>",
+            "chunks>",
+            "frames>",
+            "packs>",
+            "manifest",
+        ],
         [
             [
                 str(rank.rank),
@@ -108,4 +122,4 @@ def _print(console: Console, summary: SnapshotSummary, *, all_streams: bool) -> 
 
 def _short(value: object) -> str:
     text = msgspec.json.encode(value).decode()
-    return text if len(text) <= 160 else text[:157] + "..."
+    return text if len(text) <= _VALUE_CHARS else text[: _VALUE_CHARS - 3] + "..."

@@ -7,6 +7,7 @@ allows beyond that (numbers that are no 64-bit integers, any depth) is refused h
 from __future__ import annotations
 
 import datetime as dt
+import enum
 import re
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -68,7 +69,7 @@ def encode(value: object, *, what: str = "document") -> bytes:
     Raises:
         Malformed: It holds something that canonical JSON cannot say.
     """
-    check_values(msgspec.to_builtins(value), what=what)
+    check_values(value, what=what)
     return encode_typed(value, what=what)
 
 
@@ -91,7 +92,7 @@ def decode(data: BytesLike, as_type: type[T], *, what: str = "document") -> T:
         Malformed: It is not JSON, not of this type, or not canonical.
     """
     value = decode_typed(data, as_type, what=what)
-    check_values(msgspec.to_builtins(value), what=what)
+    check_values(value, what=what)
     return value
 
 
@@ -189,30 +190,40 @@ def check_values(value: object, *, what: str) -> None:
         LimitExceeded: More than `limits.JSON_DEPTH_MAX` levels.
     """
     level: list[object] = [value]
-    for _depth in range(limits.JSON_DEPTH_MAX + 1):
+    depth = 0
+    while level:
         deeper: list[object] = []
+        nested = False
         for item in level:
-            _check_value(item, deeper, what=what)
-        if not deeper:
-            return
+            nested |= _check_value(item, deeper, what=what)
+        depth += nested
+        if depth > limits.JSON_DEPTH_MAX:
+            raise LimitExceeded(f"{what}: nested more than {limits.JSON_DEPTH_MAX} levels deep")
         level = deeper
-    raise LimitExceeded(f"{what}: nested more than {limits.JSON_DEPTH_MAX} levels deep")
 
 
-def _check_value(item: object, deeper: list[object], *, what: str) -> None:
+def _check_value(item: object, deeper: list[object], *, what: str) -> bool:
+    """Check one value; add what it holds to `deeper`, and tell whether it is a level of nesting."""
     if item is None or isinstance(item, bool | str):
-        return
+        return False
     if isinstance(item, int):
         if not INT64_MIN <= item <= INT64_MAX:
             raise Malformed(f"{what}: an integer does not fit 64 bits")
-    elif isinstance(item, dict):
+        return False
+    if isinstance(item, enum.Enum):
+        deeper.append(item.value)
+        return False
+    if isinstance(item, dict):
         if not all(isinstance(key, str) for key in item):
             raise Malformed(f"{what}: a key is not a string")
         deeper.extend(item.values())
+    elif isinstance(item, msgspec.Struct):
+        deeper.extend(getattr(item, name) for name in item.__struct_fields__)
     elif isinstance(item, list | tuple):
         deeper.extend(item)
     else:
         raise Malformed(f"{what}: holds a {type(item).__name__}")
+    return True
 
 
 def _decode(data: BytesLike, as_type: type[T], *, what: str) -> T:

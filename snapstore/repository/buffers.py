@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from snapstore.errors import Interrupted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["BufferPool"]
 
@@ -51,7 +54,8 @@ class BufferPool:
         """Give a borrowed buffer back."""
         assert len(buffer) == self.size_bytes, len(buffer)
         with self._changed:
-            self._free.append(buffer)
+            if not self._closed:
+                self._free.append(buffer)
             self._changed.notify()
 
     @contextlib.contextmanager
@@ -64,9 +68,10 @@ class BufferPool:
             self.release(buffer)
 
     def close(self) -> None:
-        """Wake everybody who waits, with `Interrupted`. Idempotent."""
+        """Wake everybody who waits, with `Interrupted`, and let the memory go. Idempotent."""
         with self._changed:
             self._closed = True
+            self._free.clear()
             self._changed.notify_all()
 
 

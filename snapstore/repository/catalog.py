@@ -8,6 +8,7 @@ correctness. Not thread-safe: only the thread that plans touches it.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,10 @@ from snapstore.format import limits
 from snapstore.format.index import IndexTables, parse_index
 from snapstore.format.tables import U64, id_words
 from snapstore.ids import Digest
-from snapstore.repository.frames import FrameTable, Numbers
 from snapstore.repository.objects import read_object
+
+if TYPE_CHECKING:
+    from snapstore.repository.frames import FrameTable, Numbers
 
 __all__ = ["MISSING", "Catalog", "Places"]
 
@@ -105,10 +108,7 @@ class Catalog:
         order = np.argsort(words[:, 0], kind="stable")
         words = words[order]
         self._runs.append(_Run(_first(words), words, frames[order], offsets[order], lengths[order]))
-        while (
-            len(self._runs) > 1
-            and len(self._runs[-1]) * _MERGE_RATIO > len(self._runs[-2])
-        ):
+        while len(self._runs) > 1 and len(self._runs[-1]) * _MERGE_RATIO > len(self._runs[-2]):
             newer, older = self._runs.pop(), self._runs.pop()
             self._runs.append(_merge([newer, older]))
         self._respect_budget()

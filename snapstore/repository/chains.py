@@ -7,11 +7,14 @@ name without the number, such as `team/model/@v1` for a ref.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from snapstore.backend.base import Backend, ObjectKind
 from snapstore.errors import Malformed, ObjectExists, ObjectNotFound, RefConflict
 from snapstore.format import limits
 from snapstore.repository.objects import read_object
+
+if TYPE_CHECKING:
+    from snapstore.backend.base import Backend, ObjectKind
 
 __all__ = ["Generation", "append_generation", "head_number", "read_head", "read_history"]
 

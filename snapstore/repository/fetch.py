@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -18,7 +19,9 @@ from snapstore.errors import DigestMismatch, MissingPack, ObjectNotFound, RangeN
 from snapstore.format import limits
 from snapstore.repository.buffers import BufferPool
 from snapstore.repository.read_plan import Destination, ReadPlan, ReadUnit
-from snapstore.repository.verifier import ChunkVerifier
+
+if TYPE_CHECKING:
+    from snapstore.repository.verifier import ChunkVerifier
 
 __all__ = ["fetch_plan"]
 
@@ -145,5 +148,3 @@ class _Fetch:
                 self._verifiers[destination.source].check(destination, decoded)
             end = destination.offset + destination.length
             self._place(destination, decoded[destination.offset : end])
-
-

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from snapstore.chunking.base import Cutter
 from snapstore.chunking.content import ContentCutter
 from snapstore.chunking.pages import PageCutter
 from snapstore.errors import SourceChanged, SourceError
@@ -21,9 +20,14 @@ from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.fstree import show_path
 from snapstore.repository.windows import WINDOW_BYTES, ByteArray, StreamSource, Window
 from snapstore.source.classes import DataClass
-from snapstore.source.recognise import SourceEntry
 from snapstore.source.scan import ScannedTree, check_unchanged, data_ranges, open_source_file
 from snapstore.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from snapstore.chunking.base import Cutter
+    from snapstore.source.recognise import SourceEntry
 
 __all__ = ["SMALL_FILE_BYTES", "plan_file_streams"]
 

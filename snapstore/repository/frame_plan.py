@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from snapstore.repository.frames import Numbers
 from snapstore.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from snapstore.repository.frames import Numbers
 
 __all__ = ["FramePlan", "plan_frames"]
 
@@ -79,9 +82,7 @@ def _frame_bytes(texture: int) -> int:
     return CODED_FRAME_BYTES if texture else RAW_FRAME_BYTES
 
 
-def _settled_textures(
-    textures: npt.NDArray[np.uint8], lengths: Numbers
-) -> npt.NDArray[np.uint8]:
+def _settled_textures(textures: npt.NDArray[np.uint8], lengths: Numbers) -> npt.NDArray[np.uint8]:
     """Give short runs of another texture that of the run before them."""
     change = np.concatenate(([True], textures[1:] != textures[:-1]))
     begins = np.flatnonzero(change)
@@ -100,6 +101,4 @@ def _plan(
     heads = np.flatnonzero(joint)
     tails = np.concatenate((heads[1:], [last - first])) - 1
     spans = list(zip(starts[heads].tolist(), stops[tails].tolist(), strict=True))
-    return FramePlan(
-        rows[first:last], spans, texture, spans[0][0] % 4, int((stops - starts).sum())
-    )
+    return FramePlan(rows[first:last], spans, texture, spans[0][0] % 4, int((stops - starts).sum()))

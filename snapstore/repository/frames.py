@@ -7,14 +7,17 @@ already has one. Not thread-safe: only the thread that plans touches it.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from snapstore.errors import Malformed
 from snapstore.format.index import FRAME_DTYPE, PACK_DTYPE
-from snapstore.format.tables import Rows
 from snapstore.ids import PackId
+
+if TYPE_CHECKING:
+    from snapstore.format.tables import Rows
 
 __all__ = ["FrameTable", "GrowingRows"]
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +24,20 @@ from snapstore.chunking.base import Analysis, Cut, Cutter, repeat_counts, textur
 from snapstore.compression import EncodedFrame, encode_frame
 from snapstore.format import pack as pack_format
 from snapstore.format.tables import U64, Rows, id_words
-from snapstore.options import Compression
 from snapstore.repository.catalog import MISSING, Catalog
 from snapstore.repository.frame_plan import FramePlan, plan_frames
-from snapstore.repository.frames import FrameTable, Numbers
 from snapstore.repository.layouts import ZERO_FRAME
 from snapstore.repository.locality import Locality
-from snapstore.repository.packer import Packer
 from snapstore.repository.rank_builder import Pieces, RankBuilder
 from snapstore.repository.windows import WINDOW_BYTES, ByteArray, StreamSource, Window
 from snapstore.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from snapstore.options import Compression
+    from snapstore.repository.frames import FrameTable, Numbers
+    from snapstore.repository.packer import Packer
 
 __all__ = ["INGEST_BUFFER_BYTES", "Ingest", "IngestTotals"]
 
@@ -138,6 +142,7 @@ class Ingest:
         """Finish all windows that are under way."""
         while self._analysing or self._hashing or self._encoding:
             self._advance()
+        self._spare.clear()
 
     def _submit(self, stream: _Stream, window: Window, *, final: bool) -> None:
         while not self._free:
@@ -149,14 +154,14 @@ class Ingest:
         self._analysing.append(_Job(stream, window, final, buffer, analysis))
 
     def _advance(self) -> None:
-        """Do the next step of whichever window is ready, the furthest one first; wait if none is."""
-        heads: list[Future[object]] = []
+        """Do the next step of a window that is ready, the furthest first; wait if none is."""
+        heads: list[Future[Any]] = []
         if self._encoding:
-            job = self._encoding[0]
-            if all(encoding.done() for _, _, encoding in job.encoding):
+            pending = [step for _, _, step in self._encoding[0].encoding if not step.done()]
+            if not pending:
                 self._retire(self._encoding.popleft())
                 return
-            heads += [encoding for _, _, encoding in job.encoding if not encoding.done()][:1]
+            heads.append(pending[-1])
         if self._hashing:
             hashing = self._hashing[0].hashing
             assert hashing is not None, "a window in the second queue is being hashed"
@@ -192,7 +197,8 @@ class Ingest:
     def _plan(self, job: _Job, ids: Rows) -> None:
         """Decide what is new, give frames to it, and tell the manifest where everything is."""
         cut = job.cut
-        assert cut is not None and job.textures is not None, "cut before planned"  # noqa: PT018
+        assert cut is not None, "cut before planned"
+        assert job.textures is not None, "cut before planned"
         chunk = ~cut.zero
         starts, ends = cut.starts[chunk], cut.ends[chunk]
         lengths = ends - starts
@@ -207,24 +213,24 @@ class Ingest:
         fresh = np.flatnonzero(new & (first == np.arange(len(first))))
         plans = plan_frames(fresh, starts, ends, job.textures[chunk])
         self._number_frames(plans, frames, offsets, lengths, job)
-        self._catalog.add(words[fresh], frames[fresh], offsets[fresh].astype(np.uint32),
-                          lengths[fresh].astype(np.uint32))
+        self._catalog.add(
+            words[fresh],
+            frames[fresh],
+            offsets[fresh].astype(np.uint32),
+            lengths[fresh].astype(np.uint32),
+        )
         repeated = np.flatnonzero(new & (first != np.arange(len(first))))
         frames[repeated], offsets[repeated] = frames[first[repeated]], offsets[first[repeated]]
         self._count(lengths, fresh)
-        job.stream.builder.add_pieces(
-            job.stream.number, _pieces(cut, chunk, ids, frames, offsets)
-        )
+        job.stream.builder.add_pieces(job.stream.number, _pieces(cut, chunk, ids, frames, offsets))
         self._encoding.append(job)
 
     def _store_again(
         self, known: npt.NDArray[np.bool_], frames: Numbers, lengths: Numbers
     ) -> npt.NDArray[np.bool_]:
         again = np.zeros(len(known), np.bool_)
-        rows = np.flatnonzero(known)
-        if len(rows):
-            new_bytes = int(lengths[~known].sum())
-            again[rows] = self._locality.rejected(frames[rows], lengths[rows], new_bytes)
+        new_bytes = int(lengths[~known].sum())
+        again[known] = self._locality.rejected(frames[known], lengths[known], new_bytes)
         return again
 
     def _number_frames(
@@ -257,7 +263,8 @@ class Ingest:
     def _retire(self, job: _Job) -> None:
         """Hand encoded frames to the packer in order and give the buffer back."""
         cut, hashing = job.cut, job.hashing
-        assert cut is not None and hashing is not None, "planned before retired"  # noqa: PT018
+        assert cut is not None, "cut before retired"
+        assert hashing is not None, "hashed before retired"
         ids = hashing.result()
         lengths = (cut.ends - cut.starts)[~cut.zero]
         for number, plan, encoding in job.encoding:
@@ -286,9 +293,7 @@ def _analyse(cutter: Cutter, window: Window, data: ByteArray) -> Analysis:
 
 
 def _uncut(data: ByteArray) -> Analysis:
-    return dataclasses.replace(
-        _hole(0), length=len(data), repeats=repeat_counts(data)
-    )
+    return dataclasses.replace(_hole(0), length=len(data), repeats=repeat_counts(data))
 
 
 def _hole(length: int) -> Analysis:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import secrets
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from snapstore.backend.base import Backend
 from snapstore.errors import MissingChunk
 from snapstore.format import layout as layout_format
-from snapstore.format.envelope import Built
 from snapstore.format.tables import STREAM_DTYPE, Rows, id_words
 from snapstore.ids import ChunkId, Digest, PackId
 from snapstore.repository.catalog import MISSING, Catalog
 from snapstore.repository.frames import FrameTable, Numbers
+
+if TYPE_CHECKING:
+    from snapstore.backend.base import Backend
+    from snapstore.format.envelope import Built
 
 __all__ = ["ZERO_FRAME", "SegmentTable", "build_layout", "derive_layout", "join_segments"]
 
@@ -53,9 +56,7 @@ def build_layout(
     pack_numbers, pack_rows = np.unique(frame_rows["pack"], return_inverse=True)
     frame_rows["pack"] = pack_rows
     packs = frames.pack_rows(pack_numbers.astype(np.int64))
-    meta = layout_format.LayoutMeta(
-        rank=rank_id.hex, nonce=secrets.token_hex(16), created=created
-    )
+    meta = layout_format.LayoutMeta(rank=rank_id.hex, nonce=secrets.token_hex(16), created=created)
     built = layout_format.build_layout(meta, packs, frame_rows, _stream_rows(streams), segments)
     return built, [PackId(bytes(raw)) for raw in packs["id"].tolist()]
 

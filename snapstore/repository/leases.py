@@ -8,15 +8,19 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from snapstore.backend.base import Backend, ObjectKind
 from snapstore.clock import Clock, format_utc
 from snapstore.errors import LeaseLost, RefConflict
 from snapstore.format.lease import Lease, LeaseState, encode_lease
 from snapstore.format.mark import Mark, MarkState, decode_mark, encode_mark
-from snapstore.ids import SnapshotId
 from snapstore.repository.chains import append_generation, read_head
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from snapstore.ids import SnapshotId
 
 __all__ = ["PushLease", "deleting_names", "revive"]
 
@@ -92,9 +96,7 @@ class PushLease:
 def deleting_names(backend: Backend, kind: ObjectKind) -> frozenset[str]:
     """Names of a kind that are being removed for good, so that nothing may rely on them."""
     return frozenset(
-        name
-        for name in _marked(backend, kind)
-        if _state(backend, kind, name) is MarkState.DELETING
+        name for name in _marked(backend, kind) if _state(backend, kind, name) is MarkState.DELETING
     )
 
 

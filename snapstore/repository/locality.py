@@ -3,15 +3,19 @@
 A frame is read and decoded whole, even for one chunk of it. A snapshot that refers to a little of
 many old frames would restore slowly, and more so with every generation. So each window may cost at
 most a quarter more decoding than it has bytes; what refers to the least used frames beyond that is
-stored again, next to its neighbours. Measured in `format_spec/decisions/0004-locality.md`.
+stored again, next to its neighbours. What is stored again never exceeds what is new, so the same
+tree pushed again stores nothing. Measured in `format_spec/decisions/0006-locality.md`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
-from snapstore.repository.frames import FrameTable, Numbers
+if TYPE_CHECKING:
+    from snapstore.repository.frames import FrameTable, Numbers
 
 __all__ = ["Locality"]
 
@@ -25,10 +29,9 @@ class Locality:
         self._frames = frames
         self._first_new = len(frames)
         self._touched = np.zeros(len(frames), np.bool_)
+        self._allowed_bytes = 0
 
-    def rejected(
-        self, frames: Numbers, lengths: Numbers, new_bytes: int
-    ) -> npt.NDArray[np.bool_]:
+    def rejected(self, frames: Numbers, lengths: Numbers, new_bytes: int) -> npt.NDArray[np.bool_]:
         """Say which known chunks of a window to store again.
 
         Args:
@@ -39,6 +42,7 @@ class Locality:
         Returns:
             One flag per chunk.
         """
+        self._allowed_bytes += new_bytes
         old = frames < self._first_new
         if not old.any():
             return np.zeros(len(frames), np.bool_)
@@ -57,6 +61,8 @@ class Locality:
         useful = new_bytes + used.sum()
         decoded = new_bytes + cost.sum() - dropped_cost + dropped_used
         drop = int(np.argmax(decoded <= AMPLIFICATION_MAX * useful))
+        drop = min(drop, int(np.searchsorted(dropped_used, self._allowed_bytes, side="right")) - 1)
+        self._allowed_bytes -= int(dropped_used[drop])
         bad = np.zeros(len(numbers), np.bool_)
         bad[order[:drop]] = True
         self._touched[numbers[~bad]] = True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from snapstore.options import StoreOptions
 from snapstore.repository.ingest import INGEST_BUFFER_BYTES
 from snapstore.repository.windows import WINDOW_BYTES
 from snapstore.units import MIB
+
+if TYPE_CHECKING:
+    from snapstore.options import StoreOptions
 
 __all__ = ["MemoryPlan"]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from snapstore.backend.base import Backend, ObjectKind
 from snapstore.errors import LimitExceeded
 from snapstore.format.envelope import (
     HEADER_BYTES_MAX,
@@ -14,6 +13,11 @@ from snapstore.format.envelope import (
     parse_header,
 )
 from snapstore.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from snapstore.backend.base import Backend, ObjectKind
 
 __all__ = ["EnvelopeReader", "read_object"]
 

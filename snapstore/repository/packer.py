@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from snapstore.backend.base import Backend, ObjectKind
-from snapstore.compression import EncodedFrame
 from snapstore.format import index as index_format
 from snapstore.format import limits
 from snapstore.format import pack as pack_format
-from snapstore.format.envelope import Built
-from snapstore.format.tables import Rows
 from snapstore.ids import Digest, PackId
 from snapstore.repository.buffers import BufferPool
 from snapstore.repository.frames import FrameTable, GrowingRows
 from snapstore.units import MIB, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from snapstore.compression import EncodedFrame
+    from snapstore.format.envelope import Built
+    from snapstore.format.tables import Rows
 
 __all__ = ["Packer", "PackerTotals"]
 
@@ -134,7 +138,11 @@ class Packer:
         pack.used = align_up(end, limits.ALIGNMENT_FRAME_BYTES)
         pack.buffer[end : pack.used] = 0
         row = np.zeros(1, pack_format.FRAME_DTYPE)
-        row["offset"], row["stored_length"], row["plain_length"] = offset, frame.length, plain_length
+        row["offset"], row["stored_length"], row["plain_length"] = (
+            offset,
+            frame.length,
+            plain_length,
+        )
         row["first_chunk"], row["chunk_count"] = len(pack.chunks), len(chunks)
         row["codec"], row["checksum"] = int(frame.codec), checksum
         pack.frames.extend(row)
@@ -194,9 +202,7 @@ class Packer:
         """Hash and store a full pack, then its index; runs on the packer's own thread."""
         try:
             body = pack.buffer[: pack.used]
-            footer = pack_format.encode_footer(
-                pack.frames.rows, pack.chunks.rows, offset=pack.used
-            )
+            footer = pack_format.encode_footer(pack.frames.rows, pack.chunks.rows, offset=pack.used)
             pack_id = _hash_pack(body, footer)
             if self._deleting(pack_id.hex):
                 footer = pack_format.encode_footer(

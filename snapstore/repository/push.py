@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from snapstore import version
 from snapstore.backend.base import Backend, ObjectKind
 from snapstore.clock import Clock, format_utc
-from snapstore.errors import SnapError
+from snapstore.errors import ObjectNotFound, SnapError
 from snapstore.format.envelope import LAYOUT_MAGIC, Built, Envelope, parse_header
-from snapstore.format.rank import RankNumber
 from snapstore.format.snapshot import RankEntry, RootManifest, encode_snapshot
 from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.ids import RankId, RefName, SnapshotId
-from snapstore.options import StoreOptions
-from snapstore.progress import ProgressMeter
 from snapstore.repository.catalog import Catalog
 from snapstore.repository.chains import head_number
 from snapstore.repository.file_streams import plan_file_streams
@@ -35,10 +31,18 @@ from snapstore.repository.objects import EnvelopeReader
 from snapstore.repository.packer import Packer, PackerTotals
 from snapstore.repository.rank_builder import RankBuilder
 from snapstore.repository.refs import set_ref
-from snapstore.repository.windows import StreamSource
 from snapstore.source.classes import parse_class_override
 from snapstore.source.recognise import Recognised, recognise
 from snapstore.source.scan import ScannedTree, scan_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from snapstore.format.rank import RankNumber
+    from snapstore.options import StoreOptions
+    from snapstore.progress import ProgressMeter
+    from snapstore.repository.windows import StreamSource
 
 __all__ = ["PushRequest", "PushResult", "push_directory"]
 
@@ -143,7 +147,7 @@ class _Writer:
             progress=self._window_done(meter),
         )
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -154,7 +158,10 @@ class _Writer:
         self._stack.callback(callback)
 
     def put(self, kind: ObjectKind, name: str, built: Built) -> None:
-        """Store a manifest or a layout and count its bytes."""
+        """Store a manifest or a layout, and count its bytes if it was not there before."""
+        with contextlib.suppress(ObjectNotFound):
+            if self.backend.stat(kind, name).size_bytes == built.length:
+                return
         self.backend.put_new(kind, name, built.pieces)
         self.metadata_bytes += built.length
 
@@ -194,9 +201,7 @@ def push_directory(
         ranks = _plan_ranks(writer, tree, seen)
         for rank in ranks:
             for source in rank.sources:
-                number = rank.builder.add_stream(
-                    data_class=source.data_class, origin=source.origin
-                )
+                number = rank.builder.add_stream(data_class=source.data_class, origin=source.origin)
                 writer.ingest.store(source, rank.builder, number)
         writer.ingest.drain()
         meter.enter("commit")

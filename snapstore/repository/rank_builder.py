@@ -7,20 +7,25 @@ anonymous temporary file; segments are few and stay in memory.
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import tempfile
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from snapstore.clock import Clock, format_utc
 from snapstore.format import rank as rank_format
-from snapstore.format.envelope import Built
 from snapstore.format.tables import STREAM_DTYPE, Rows
-from snapstore.format.tree import TreeEntry
-from snapstore.ids import Digest, PackId
-from snapstore.repository.frames import FrameTable, Numbers
 from snapstore.repository.layouts import ZERO_FRAME, SegmentTable, build_layout, join_segments
 from snapstore.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from snapstore.format.envelope import Built
+    from snapstore.format.tree import TreeEntry
+    from snapstore.ids import Digest, PackId
+    from snapstore.repository.frames import FrameTable, Numbers
 
 __all__ = ["Pieces", "RankBuilder"]
 
@@ -86,13 +91,9 @@ class RankBuilder:
         stream.extents += len(extents)
         stream.length += int(pieces.lengths.sum())
         self.data_bytes += int(pieces.lengths[data].sum())
-        stream.segments.append(
-            join_segments(pieces.lengths, pieces.frames, pieces.offsets)
-        )
+        stream.segments.append(join_segments(pieces.lengths, pieces.frames, pieces.offsets))
 
-    def build_manifest(
-        self, tree: Sequence[TreeEntry], placement: dict[str, object]
-    ) -> Built:
+    def build_manifest(self, tree: Sequence[TreeEntry], placement: dict[str, object]) -> Built:
         """Encode the rank manifest."""
         meta = rank_format.RankMeta(
             rank=self.rank,
@@ -119,12 +120,14 @@ class RankBuilder:
         self._spool.close()
 
     def _extents(self) -> Rows:
-        count = self._spool.tell() // rank_format.EXTENT_DTYPE.itemsize
+        row_bytes = rank_format.EXTENT_DTYPE.itemsize
+        count = self._spool.tell() // row_bytes
         if count == 0:
             return np.zeros(0, rank_format.EXTENT_DTYPE)
-        self._spool.flush()
-        if count * rank_format.EXTENT_DTYPE.itemsize > _SPOOL_BYTES:
-            return np.memmap(self._spool.fileno(), rank_format.EXTENT_DTYPE, "r", shape=(count,))
+        if count * row_bytes > _SPOOL_BYTES:
+            self._spool.flush()
+            mapped = mmap.mmap(self._spool.fileno(), count * row_bytes, prot=mmap.PROT_READ)
+            return np.frombuffer(mapped, rank_format.EXTENT_DTYPE)
         self._spool.seek(0)
         return np.frombuffer(self._spool.read(), rank_format.EXTENT_DTYPE)
 

@@ -8,15 +8,19 @@ any number of threads can take them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from snapstore.format.layout import ZEROS, LayoutTables
-from snapstore.format.tables import Rows
 from snapstore.ids import PackId
 from snapstore.repository.frames import FrameTable
 from snapstore.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from snapstore.format.tables import Rows
 
 __all__ = ["Destination", "ReadPlan", "ReadUnit", "plan_reads"]
 

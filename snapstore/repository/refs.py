@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from snapstore.backend.base import Backend, ObjectKind
 from snapstore.clock import Clock, format_utc
@@ -12,6 +12,9 @@ from snapstore.errors import Malformed, RefConflict, RefNotFound
 from snapstore.format.ref import Ref, decode_ref, encode_ref
 from snapstore.ids import RefName, SnapshotId
 from snapstore.repository.chains import append_generation, read_head
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["ResolvedRef", "list_refs", "resolve_ref", "set_ref"]
 

@@ -6,8 +6,8 @@ Nothing here reads data. Reading order and fallbacks follow `format_spec/SEMANTI
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from snapstore.backend.base import Backend, ObjectKind
 from snapstore.errors import (
@@ -15,7 +15,6 @@ from snapstore.errors import (
     DigestMismatch,
     FormatError,
     IntegrityError,
-    MissingChunk,
     ObjectNotFound,
     SnapshotNotFound,
     UsageError,
@@ -24,14 +23,18 @@ from snapstore.format import layout as layout_format
 from snapstore.format import limits
 from snapstore.format import rank as rank_format
 from snapstore.format.envelope import RANK_MAGIC
-from snapstore.format.rank import RankNumber
 from snapstore.format.snapshot import RankEntry, RootManifest, decode_snapshot
-from snapstore.format.tables import Rows
-from snapstore.format.tree import TreeEntry
 from snapstore.ids import RankId, SnapshotId
 from snapstore.repository.chains import head_number
 from snapstore.repository.layouts import derive_layout
 from snapstore.repository.objects import EnvelopeReader, read_object
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from snapstore.format.rank import RankNumber
+    from snapstore.format.tables import Rows
+    from snapstore.format.tree import TreeEntry
 
 __all__ = ["LoadedRank", "Snapshot", "load_snapshot"]
 
@@ -50,9 +53,7 @@ class LoadedRank:
         self.entry = entry
         self.id: RankId = entry.rank_id
         try:
-            self._reader = EnvelopeReader(
-                backend, ObjectKind.RANK, self.id.hex, magic=RANK_MAGIC
-            )
+            self._reader = EnvelopeReader(backend, ObjectKind.RANK, self.id.hex, magic=RANK_MAGIC)
         except ObjectNotFound as error:
             raise DanglingRef(
                 f"the manifest {self.id.short} of rank {entry.rank} is not in the store",

@@ -5,11 +5,10 @@ Wiring only; the work is in the modules beside this one.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from snapstore.backend import open_backend
 from snapstore.backend.base import Backend, ObjectKind
@@ -17,7 +16,6 @@ from snapstore.clock import Clock, SystemClock, format_utc
 from snapstore.errors import ObjectExists, ObjectNotFound, RefNotFound, StoreNotFound
 from snapstore.format import limits
 from snapstore.format.config import StoreConfig, decode_config, encode_config
-from snapstore.format.rank import RankNumber
 from snapstore.ids import RefName, SnapshotRef, parse_snapshot_ref
 from snapstore.options import StoreOptions
 from snapstore.progress import ProgressCallback, ProgressMeter
@@ -27,6 +25,12 @@ from snapstore.repository.push import PushRequest, PushResult, push_directory
 from snapstore.repository.refs import ResolvedRef, list_refs, resolve_ref
 from snapstore.repository.snapshot import Snapshot, load_snapshot
 from snapstore.repository.summary import SnapshotSummary, summarise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from snapstore.format.rank import RankNumber
 
 __all__ = ["Store", "init_store", "open_store"]
 
@@ -185,10 +189,9 @@ def init_store(
     clock = clock or SystemClock()
     backend = open_backend(url, create=True)
     config = StoreConfig(created=format_utc(clock.now_ns()), store_id=secrets.token_hex(16))
-    try:
+    # Whoever was first has made the store: theirs counts.
+    with contextlib.suppress(ObjectExists):
         backend.put_new(ObjectKind.CONFIG, "", [encode_config(config)])
-    except ObjectExists:
-        pass  # Somebody made it before: theirs counts.
     return Store(backend, _read_config(backend), options or StoreOptions(), clock)
 
 

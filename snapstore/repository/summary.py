@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from snapstore.compression import Codec
 from snapstore.format.layout import ZEROS, LayoutTables
-from snapstore.format.rank import RankNumber
 from snapstore.format.tables import Rows, id_words
-from snapstore.ids import RankId, SnapshotId
-from snapstore.repository.snapshot import LoadedRank, Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from snapstore.format.rank import RankNumber
+    from snapstore.ids import RankId, SnapshotId
+    from snapstore.repository.snapshot import LoadedRank, Snapshot
 
 __all__ = ["CodecSummary", "RankSummary", "SnapshotSummary", "StreamSummary", "summarise"]
 
@@ -165,7 +169,8 @@ def _unique_chunks(extents: Rows) -> Rows:
     ordered = words[order]
     first = np.ones(len(order), np.bool_)
     first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    return data[order[first]]
+    unique: Rows = data[order[first]]
+    return unique
 
 
 def _frames(layout: LayoutTables) -> Rows:

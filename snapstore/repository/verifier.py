@@ -7,14 +7,18 @@ and what it calls zeros must be zeros in the manifest.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from blake3 import blake3
 
 from snapstore.errors import DigestMismatch
 from snapstore.format.layout import ZEROS, LayoutTables
-from snapstore.format.tables import Rows
 from snapstore.ids import ChunkId, RankId
-from snapstore.repository.read_plan import Destination
+
+if TYPE_CHECKING:
+    from snapstore.format.tables import Rows
+    from snapstore.repository.read_plan import Destination
 
 __all__ = ["ChunkVerifier"]
 

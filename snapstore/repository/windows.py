@@ -6,14 +6,17 @@ Windows come in order and abut. Filling runs on a worker thread; everything else
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from snapstore.chunking.base import Cutter, Offsets
 from snapstore.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from snapstore.chunking.base import Cutter, Offsets
 
 __all__ = ["WINDOW_BYTES", "StreamSource", "Window"]
 

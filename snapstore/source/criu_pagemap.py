@@ -208,7 +208,7 @@ def _varints(
     for index in range(_VARINT_BYTES):
         octet = octets[position[going_on] + index]
         value[going_on] |= (octet & 0x7F).astype(np.uint64) << np.uint64(7 * index)
-        is_last = octet < 0x80  # noqa: PLR2004 (the bit that says that another byte follows)
+        is_last = octet < 0x80
         length[going_on[is_last]] = index + 1
         going_on = going_on[~is_last]
         if not len(going_on):

@@ -33,6 +33,7 @@ NAME_BYTES_KEPT = 180
 
 _RENAME_REFUSED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 _NO_JOURNAL = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_UNNAMED = frozenset({"", ".", ".."})
 _PARTIAL, _IN_PLACE = b"partial", b"in-place"
 _OCTAL = re.compile(rb"\\([0-7]{3})")
 
@@ -63,9 +64,9 @@ class AtomicDirectory:
     def __init__(
         self, final: Path, *, identity: str, resume: bool = False, in_place: bool = False
     ) -> None:
-        self._final = final.resolve() if in_place or final.name in {"", "."} else final
+        self._final = final.resolve() if in_place or final.name in _UNNAMED else final
         self._name = os.fsencode(self._final.name)
-        if self._name in {b"", b".."}:
+        if not self._name:
             raise TargetError(f"{os.fspath(final)!r} is no directory to pull into")
         self._in_place = in_place
         self._is_committed = False
@@ -158,25 +159,18 @@ class AtomicDirectory:
     def _begin(self, *, resume: bool) -> bool:
         """Find out what an earlier pull left, else make the working directory."""
         is_known = self.journal.load()
-        is_there = self._in_place or _is_own_directory(self._parent_fd, self._work_name)
-        if is_known and is_there:
-            if not resume:
-                raise TargetError(
-                    f"an earlier pull left its work in {os.fspath(self.path)!r}",
-                    next_step="add --resume to go on from it, or remove it",
-                )
-            return True
-        if not self._in_place:
-            if is_there:
-                raise TargetError(
-                    f"{os.fspath(self.path)!r} is there, but is not the work of a pull",
-                    next_step="move it away",
-                )
+        is_there = _is_own_directory(self._parent_fd, self._work_name)
+        is_left = is_known if self._in_place else is_there
+        if is_left and not resume:
+            raise TargetError(
+                f"an earlier pull left its work in {os.fspath(self.path)!r}",
+                next_step="add --resume to go on from it, or remove it",
+            )
+        if not (is_known and is_left):
             self.journal.start()
+        if not (self._in_place or is_there):
             self._make_work_directory()
-        else:
-            self.journal.start()
-        return False
+        return is_left
 
     def _make_work_directory(self) -> None:
         try:
@@ -234,7 +228,7 @@ def cleanup(final: Path) -> list[Path]:
     Raises:
         TargetError: The parent cannot be read, or something cannot be removed.
     """
-    final = final.resolve() if final.name in {"", "."} else final
+    final = final.resolve() if final.name in _UNNAMED else final
     pattern = re.compile(
         rb"(%s)\.journal"
         % b"|".join(
@@ -322,7 +316,7 @@ def _is_mount_point(path: Path) -> bool:
         return False
     for line in table.splitlines():
         fields = line.split(b" ", 5)
-        if len(fields) > 4:  # noqa: PLR2004 (the fifth field is the mount point)
+        if len(fields) > 4:
             mount_point = _OCTAL.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), fields[4])
             if mount_point == wanted:
                 return True

@@ -102,20 +102,25 @@ class Journal:
             if path is not None and isinstance(start, int) and isinstance(size, int):
                 unsynced.setdefault(path, []).append((start, start + size, boot))
             synced = _path_of(record, "durable")
-            for start, end, _ in unsynced.pop(synced, ()) if synced is not None else ():
-                _add_range(self._done.setdefault(synced, []), start, end)
-        for path, ranges in unsynced.items():
-            for start, end, written_in in ranges:
-                if written_in is not None and written_in == self._boot:
-                    _add_range(self._done.setdefault(path, []), start, end)
+            if synced is not None:
+                ranges = self._done.setdefault(synced, [])
+                for begin, end, _ in unsynced.pop(synced, ()):
+                    _add_range(ranges, begin, end)
+        for path, written in unsynced.items():
+            for begin, end, in_boot in written:
+                if in_boot is not None and in_boot == self._boot:
+                    _add_range(self._done.setdefault(path, []), begin, end)
 
     def start(self) -> None:
-        """Begin an empty journal about the identity."""
+        """Begin an empty journal about the identity, durably."""
+        self._done.clear()
         if self._fd is not None:
             os.ftruncate(self._fd, 0)
         self._append(
             {"format": _FORMAT, "version": 1, "identity": self._identity, "boot": self._boot}
         )
+        if self._fd is not None:
+            os.fsync(self._fd)
 
     def mark_done(self, path: bytes, offset: int, size_bytes: int) -> None:
         """Note that these bytes of a file are written. Does not block on the disk."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from snapstore.errors import OutOfSpace, TargetError
 from snapstore.format.tree import EntryType, TreeEntry
-from snapstore.fstree import open_directory_below, parent_below, show_path
+from snapstore.fstree import chmod_path_fd, open_directory_below, parent_below, show_path
 from snapstore.target.checks import checked_entries
 from snapstore.target.metadata import MetadataWriter, PlaceReport
 
@@ -59,6 +59,7 @@ class TreeTarget:
         self._fsync = fsync
         self._resume = resume
         self._in_place = in_place
+        self._created: set[bytes] = set()
         self._finished: set[bytes] = set()
         self._lock = threading.Lock()
         try:
@@ -113,7 +114,8 @@ class TreeTarget:
     def open_file(self, entry: TreeEntry) -> int:
         """Create a file of the entry's size, all of it a hole; the caller writes and closes it.
 
-        When resuming, a file that is there already is opened, with what it holds.
+        A file that this object made before, or when resuming an earlier run, is opened again with
+        what it holds.
 
         Raises:
             TargetError: Something is in the way, or not permitted.
@@ -126,9 +128,10 @@ class TreeTarget:
             try:
                 fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, _MODE_FILE, dir_fd=parent_fd)
             except FileExistsError:
-                if not self._resume:
+                if not self._resume and entry.path not in self._created:
                     raise
                 fd = _open_again(parent_fd, name, flags)
+            self._created.add(entry.path)
             try:
                 os.ftruncate(fd, entry.size_bytes)
             except BaseException:
@@ -183,15 +186,21 @@ class TreeTarget:
         except FileExistsError:
             if not (self._resume or self._in_place):
                 raise
-            # Fails if it is a symlink, whatever that leads to.
-            flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(name, flags, dir_fd=parent_fd)
-            try:
-                if self._resume and os.fstat(fd).st_uid == os.geteuid():
-                    # Its final mode, if the earlier run came that far, may forbid to go on.
-                    _chmod_path_fd(fd, _MODE_DIRECTORY)
-            finally:
-                os.close(fd)
+            self._reuse_directory(parent_fd, name)
+
+    def _reuse_directory(self, parent_fd: int, name: bytes) -> None:
+        # Fails if it is a symlink, whatever that leads to.
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, dir_fd=parent_fd)
+        try:
+            status = os.fstat(fd)
+            mode = stat.S_IMODE(status.st_mode)
+            # Its final mode, if the earlier run came that far, may forbid to go on.
+            is_closed = mode & _MODE_DIRECTORY != _MODE_DIRECTORY
+            if self._resume and is_closed and status.st_uid == os.geteuid():
+                chmod_path_fd(fd, _MODE_DIRECTORY)
+        finally:
+            os.close(fd)
 
     def _finish_late(self, entry: TreeEntry) -> None:
         with self._translated(entry.path):
@@ -264,7 +273,7 @@ def _open_again(parent_fd: int, name: bytes, flags: int) -> int:
             status = os.fstat(path_fd)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise
-            _chmod_path_fd(path_fd, _MODE_FILE)
+            chmod_path_fd(path_fd, _MODE_FILE)
         finally:
             os.close(path_fd)
         fd = os.open(name, flags | os.O_NONBLOCK, dir_fd=parent_fd)
@@ -272,11 +281,6 @@ def _open_again(parent_fd: int, name: bytes, flags: int) -> int:
         os.close(fd)
         raise FileExistsError(errno.EEXIST, "it is there and is no regular file")
     return fd
-
-
-def _chmod_path_fd(fd: int, mode: int) -> None:
-    """Change the mode of what an O_PATH descriptor is of, which `fchmod` refuses."""
-    os.chmod(f"/proc/self/fd/{fd}", mode)
 
 
 def _refuse(error: OSError, path: bytes) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from snapstore.fstree import open_directory_below, parent_below
+from snapstore.fstree import chmod_path_fd, open_directory_below, parent_below
 
 __all__ = ["remove_tree"]
 
@@ -21,11 +21,7 @@ def remove_tree(parent_fd: int, name: bytes) -> None:
     try:
         directories = [b""]
         for path in directories:  # grows while it is walked: parents come before children
-            fd = open_directory_below(root_fd, path)
-            try:
-                os.chmod(f"/proc/self/fd/{fd}", 0o700)
-            finally:
-                os.close(fd)
+            _unlock(root_fd, path)
             directories.extend(_empty(root_fd, path))
         for path in reversed(directories[1:]):
             with parent_below(root_fd, path) as (above_fd, last):
@@ -33,6 +29,16 @@ def remove_tree(parent_fd: int, name: bytes) -> None:
     finally:
         os.close(root_fd)
     os.rmdir(name, dir_fd=parent_fd)
+
+
+def _unlock(root_fd: int, path: bytes) -> None:
+    """Make sure that a directory may be listed and changed."""
+    fd = open_directory_below(root_fd, path)
+    try:
+        if stat.S_IMODE(os.fstat(fd).st_mode) & stat.S_IRWXU != stat.S_IRWXU:
+            chmod_path_fd(fd, stat.S_IRWXU)
+    finally:
+        os.close(fd)
 
 
 def _empty(root_fd: int, path: bytes) -> list[bytes]:

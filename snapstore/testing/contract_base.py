@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from snapstore.backend.base import Backend, ObjectKind
-from snapstore.backend.files import FileCalls
 from snapstore.errors import CapabilityMissing, SnapError
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator, Mapping
+
+    from snapstore.backend.files import FileCalls
 
 __all__ = ["Check", "Session", "Subject", "check", "collect", "expect", "expect_error"]
 

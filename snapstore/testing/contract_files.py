@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from snapstore.backend.base import Backend, ObjectKind
-from snapstore.backend.files import FileCalls
 from snapstore.errors import ObjectNotFound
 from snapstore.testing.contract_base import Session, check, collect, expect
 from snapstore.testing.contract_objects import read
 from snapstore.testing.faults import FileCall, KillableFiles, Killed
 from snapstore.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from snapstore.backend.files import FileCalls
 
 __all__ = ["CHECKS"]
 

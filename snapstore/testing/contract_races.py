@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.queues import SimpleQueue
-from multiprocessing.synchronize import Barrier
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from snapstore.backend import open_backend
 from snapstore.backend.base import Backend, ObjectKind
@@ -17,6 +14,11 @@ from snapstore.testing.contract_base import Session, check, collect, expect, exp
 from snapstore.testing.contract_objects import read
 from snapstore.testing.faults import Fault, FaultyBackend
 from snapstore.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.queues import SimpleQueue
+    from multiprocessing.synchronize import Barrier
 
 __all__ = ["CHECKS"]
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from snapstore.backend.base import Backend, Capabilities, ObjectInfo, ObjectKind
-from snapstore.backend.files import FileCalls, FileStat
 from snapstore.errors import OutOfSpace, RangeNotSatisfiable, TransientBackendError
-from snapstore.units import BytesLike
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from snapstore.backend.base import Backend, Capabilities, ObjectInfo, ObjectKind
+    from snapstore.backend.files import FileCalls, FileStat
+    from snapstore.units import BytesLike
 
 __all__ = ["Fault", "FaultyBackend", "FileCall", "KillableFiles", "Killed"]
 

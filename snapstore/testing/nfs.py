@@ -20,13 +20,16 @@ import dataclasses
 import errno
 import itertools
 import os
-import random
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from snapstore.backend.files import FileStat
-from snapstore.clock import Clock
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from snapstore.clock import Clock
 
 __all__ = ["STORM", "NfsCall", "NfsClient", "NfsFault", "NfsFaults", "NfsServer"]
 

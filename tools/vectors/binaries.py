@@ -352,7 +352,7 @@ def hostile_footers() -> list[Case]:
         bad("no CHNK", envelope(PACK, {b"FRAM": frames})),
         bad("half a frame row", envelope(PACK, {b"FRAM": frames[:-1], b"CHNK": chunks})),
         bad("half a chunk row", envelope(PACK, {b"FRAM": frames, b"CHNK": chunks + b"\0"})),
-        bad("tables swapped", envelope(PACK, {b"FRAM": chunks, b"CHNK": frames})),
+        bad("tables swapped", envelope(PACK, {b"FRAM": chunks, b"CHNK": frames}), limit),
         bad("salt too short", _footer(SALT=bytes(15))),
         bad("salt empty", _footer(SALT=b"")),
         bad("salt too long", _footer(SALT=bytes(17)), limit),

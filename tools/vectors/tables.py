@@ -70,7 +70,7 @@ def _fanout(chunks: list[Row]) -> list[int]:
     return [sum(first < bucket for first in firsts) for bucket in range((1 << bits) + 1)]
 
 
-def _index_sections(
+def index_sections(
     packs: list[Row] = PACKS,
     frames: list[Row] = FRAMES,
     chunks: list[Row] = CHUNKS,
@@ -85,11 +85,11 @@ def _index_sections(
 
 
 def _index(**tables: list[Row]) -> bytes:
-    return envelope(INDEX, _index_sections(**tables))
+    return envelope(INDEX, index_sections(**tables))
 
 
 def _supersedes(*ids: bytes) -> bytes:
-    return envelope(INDEX, _index_sections() | {b"SUPR": b"".join(ids)})
+    return envelope(INDEX, index_sections() | {b"SUPR": b"".join(ids)})
 
 
 def _index_json(packs: list[Row], frames: list[Row], chunks: list[Row]) -> dict[str, Json]:
@@ -118,7 +118,7 @@ def valid_indexes() -> list[Case]:
             _supersedes(_id(1), _id(1, 1), _id(2)),
             {**plain, "supersedes": [_id(1).hex(), _id(1, 1).hex(), _id(2).hex()]},
         ),
-        good("unknown section", envelope(INDEX, _index_sections() | {b"XTRA": b"later"}), plain),
+        good("unknown section", envelope(INDEX, index_sections() | {b"XTRA": b"later"}), plain),
     ]
     for count in (64, 65, 129):
         chunks = _many(count)
@@ -130,7 +130,7 @@ def valid_indexes() -> list[Case]:
 
 def hostile_indexes() -> list[Case]:
     """Indexes that must be refused."""
-    return [*_bad_packs_and_frames(), *_bad_chunks(), *_bad_fanouts(), *_bad_index_sections()]
+    return [*_bad_packs_and_frames(), *_bad_chunks(), *_bad_fanouts(), *_badindex_sections()]
 
 
 def _bad_packs_and_frames() -> list[Case]:
@@ -194,9 +194,7 @@ def _bad_fanouts() -> list[Case]:
     assert len(right) == 5
 
     def fan(name: str, fanout: list[int]) -> Case:
-        return bad(
-            f"fanout: {name}", envelope(INDEX, _index_sections(chunks=chunks, fanout=fanout))
-        )
+        return bad(f"fanout: {name}", envelope(INDEX, index_sections(chunks=chunks, fanout=fanout)))
 
     return [
         fan("first not 0", [1, *right[1:]]),
@@ -216,11 +214,11 @@ def _bad_fanouts() -> list[Case]:
 
 def _spread_fanout() -> bytes:
     fanout = [sum(bytes(row[0])[0] < bucket for row in CHUNKS) for bucket in range(257)]
-    return envelope(INDEX, _index_sections(fanout=fanout))
+    return envelope(INDEX, index_sections(fanout=fanout))
 
 
-def _bad_index_sections() -> list[Case]:
-    sections = _index_sections()
+def _badindex_sections() -> list[Case]:
+    sections = index_sections()
     whole = envelope(INDEX, sections)
     cases = [
         bad(f"no {tag.decode()}", envelope(INDEX, {k: v for k, v in sections.items() if k != tag}))
@@ -277,7 +275,7 @@ def _rank_meta(count: int) -> dict[str, Json]:
     return {**RANK_META, "streams": infos}
 
 
-def _rank_sections(
+def rank_sections(
     table: list[Row] = RANK_STREAMS, runs: list[Row] = EXTENTS, tree: Json = TREE
 ) -> dict[bytes, bytes]:
     return {
@@ -289,7 +287,7 @@ def _rank_sections(
 
 
 def _rank(table: list[Row] = RANK_STREAMS, runs: list[Row] = EXTENTS, tree: Json = TREE) -> bytes:
-    return envelope(RANK, _rank_sections(table, runs, tree))
+    return envelope(RANK, rank_sections(table, runs, tree))
 
 
 def _rank_json(table: list[Row], runs: list[Row], tree: Json) -> dict[str, Json]:
@@ -311,13 +309,13 @@ def valid_ranks() -> list[Case]:
         good("three streams", _rank(), plain),
         good("nothing but a root", _rank([], [], root_only), _rank_json([], [], root_only)),
         good("2^50 zeros", _rank(longest, zeros, root_only), _rank_json(longest, zeros, root_only)),
-        good("unknown section", envelope(RANK, {b"XTRA": b""} | _rank_sections()), plain),
+        good("unknown section", envelope(RANK, {b"XTRA": b""} | rank_sections()), plain),
     ]
 
 
 def hostile_ranks() -> list[Case]:
     """Rank manifests that must be refused."""
-    sections = _rank_sections()
+    sections = rank_sections()
     whole = envelope(RANK, sections)
     cases = [
         bad(f"no {tag.decode()}", envelope(RANK, {k: v for k, v in sections.items() if k != tag}))
@@ -397,7 +395,7 @@ def _wrapping_extents() -> Json:
     """One stream of 0 bytes whose 2^14 extents of 2^50 zeros add up to 2^64."""
     row = extents([(1 << 50, 0, 0, bytes(32))])
     count = 1 << 14
-    sections = _rank_sections([(0, count, 0)], [], [ROOT]) | {b"XTNT": row * count}
+    sections = rank_sections([(0, count, 0)], [], [ROOT]) | {b"XTNT": row * count}
     whole = draft(RANK, sections, packed=frozenset()).seal()
     head = whole[: -len(row) * count]
     return [binary(head), repeat(row, count)]
@@ -420,7 +418,7 @@ LAYOUT_FRAMES: list[Row] = [
 ]
 
 
-def _layout_sections(
+def layout_sections(
     packs: list[Row] = LAYOUT_PACKS,
     frames: list[Row] = LAYOUT_FRAMES,
     table: list[Row] = LAYOUT_STREAMS,
@@ -436,7 +434,7 @@ def _layout_sections(
 
 
 def _layout(**tables: list[Row]) -> bytes:
-    return envelope(LAYOUT, _layout_sections(**tables))
+    return envelope(LAYOUT, layout_sections(**tables))
 
 
 def valid_layouts() -> list[Case]:
@@ -452,16 +450,16 @@ def valid_layouts() -> list[Case]:
     packed = frozenset({b"FRAM", b"SEGM"})
     return [
         good("as is", _layout(), plain),
-        good("compressed", envelope(LAYOUT, _layout_sections(), packed=packed), plain),
-        good("all compressed", envelope(LAYOUT, _layout_sections(), packed=frozenset(_layout_sections())), plain),
-        good("unknown section", envelope(LAYOUT, _layout_sections() | {b"XTRA": b"x"}), plain),
+        good("compressed", envelope(LAYOUT, layout_sections(), packed=packed), plain),
+        good("all compressed", envelope(LAYOUT, layout_sections(), packed=frozenset(layout_sections())), plain),
+        good("unknown section", envelope(LAYOUT, layout_sections() | {b"XTRA": b"x"}), plain),
         good("nothing", _layout(packs=[], frames=[], table=[], runs=[]), {"meta": LAYOUT_META, **nothing}),
     ]  # fmt: skip
 
 
 def hostile_layouts() -> list[Case]:
     """Layouts that must be refused."""
-    sections = _layout_sections()
+    sections = layout_sections()
     cases = [
         bad(f"no {tag.decode()}", envelope(LAYOUT, {k: v for k, v in sections.items() if k != tag}))
         for tag in sections

@@ -20,6 +20,7 @@ from snapstore.errors import (
 from snapstore.testing.faults import Fault, FaultyBackend, KillableFiles, Killed
 
 PACK = "5a" * 32
+REF = "team/x/@v1/00000001"
 DATA = bytes(range(100))
 
 
@@ -103,14 +104,14 @@ def test_a_killed_process_calls_nothing_more(tmp_path: Path):
     files = KillableFiles(OsFileCalls())
     backend = PosixBackend(tmp_path / "s", files=files)
     before = len(files.calls)
-    files.arm(3)
+    files.arm(2)
     with pytest.raises(Killed):
-        backend.put_new(ObjectKind.PACK, PACK, [DATA])
-    assert [call.call for call in files.calls[before:]] == ["open", "open", "writev"]
+        backend.put_new(ObjectKind.REF, REF, [DATA])
+    assert [call.call for call in files.calls[before:]] == ["open", "writev"]
     files.abandon()
     assert [path.stat().st_size for path in (tmp_path / "s" / "tmp").iterdir()] == [len(DATA)]
     with pytest.raises(Killed):
-        backend.stat(ObjectKind.PACK, PACK)
+        backend.stat(ObjectKind.REF, REF)
     files.disarm()
     with pytest.raises(ObjectNotFound):
-        backend.stat(ObjectKind.PACK, PACK)
+        backend.stat(ObjectKind.REF, REF)

@@ -14,6 +14,7 @@ import pytest
 from snapstore.backend.base import ObjectKind
 from snapstore.backend.descriptors import DESCRIPTOR_AGE_S_MAX
 from snapstore.backend.files import OsFileCalls
+from snapstore.backend.layout import TEMPORARIES
 from snapstore.backend.posix import TRIES_MAX, PosixBackend
 from snapstore.errors import (
     AccessDenied,
@@ -27,7 +28,7 @@ from snapstore.errors import (
 )
 from snapstore.testing.clock import ManualClock
 from snapstore.testing.contract_objects import read
-from snapstore.testing.faults import KillableFiles
+from snapstore.testing.faults import KillableFiles, Killed
 from snapstore.testing.nfs import NfsCall, NfsClient, NfsFault, NfsFaults, NfsServer
 
 PACK = "5a" * 32
@@ -50,7 +51,7 @@ class Mount:
         return PosixBackend(ROOT, clock=self.clock, files=self.client(*planned))
 
     def temporaries(self) -> list[str]:
-        return self.client().listdir(f"{ROOT}/tmp")
+        return self.client().listdir(str(ROOT / TEMPORARIES))
 
 
 @pytest.fixture
@@ -162,10 +163,25 @@ def test_a_pack_that_another_client_removed_is_written_again(mount: Mount):
     files = mount.client()
     backend = PosixBackend(ROOT, clock=mount.clock, files=files)
     backend.put_new(ObjectKind.PACK, PACK, [b"pack"])
+    backend.stat(ObjectKind.PACK, PACK)
     mount.healthy.delete(ObjectKind.PACK, PACK)
     assert files.lstat(f"{ROOT}/packs/5a/{PACK}").size_bytes == 4
     backend.put_new(ObjectKind.PACK, PACK, [b"pack"])
     assert is_there(mount, ObjectKind.PACK, PACK)
+
+
+def test_a_removed_object_is_gone_though_its_file_lives_on(mount: Mount):
+    """Let the writer's temporary file stay: the server keeps the file, under that name only."""
+    backend = mount.backend(*((at, NfsFault("unlink", errno.EIO)) for at in range(4)))
+    for kind, name in ((ObjectKind.REF, REF), (ObjectKind.PACK, PACK)):
+        backend.put_new(kind, name, [b"data"])
+        backend.stat(kind, name)
+        mount.healthy.delete(kind, name)
+        backend.put_new(kind, name, [b"data"])
+        assert is_there(mount, kind, name)
+        mount.healthy.delete(kind, name)
+        with pytest.raises(ObjectNotFound):
+            backend.stat(kind, name)
 
 
 def test_a_folder_whose_sync_failed_is_synced_by_the_retry(tmp_path: Path):
@@ -193,7 +209,7 @@ def test_a_folder_whose_sync_failed_is_synced_by_the_retry(tmp_path: Path):
         failed = [call.path for call in files.calls if call.call == "fsync"][-1]
         files.calls.clear()
         backend.put_new(ObjectKind.REF, name, [b"x"])
-        if "/tmp/put-" not in failed:
+        if f"/{TEMPORARIES}/" not in failed:
             assert failed in {call.path for call in files.calls if call.call == "fsync"}
         assert [*(root / "tmp").iterdir()] == []
 
@@ -460,7 +476,7 @@ def test_sweeping_goes_by_the_clock_of_the_server():
     server = NfsServer(theirs)
     files = NfsClient(server, ours)
     backend = PosixBackend.create(ROOT, clock=ours, files=files)
-    fd = files.open(f"{ROOT}/tmp/put-{1:032x}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    fd = files.open(str(ROOT / TEMPORARIES / f"put-{1:032x}"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     assert backend.sweep_temporaries(60) == 0
     theirs.advance_s(61)
     assert backend.sweep_temporaries(60) == 1
@@ -538,8 +554,6 @@ def test_a_power_loss_anywhere_leaves_all_or_nothing(mount: Mount, rng: random.R
 
 
 def dies(work: Callable[[], None]) -> bool:
-    from snapstore.testing.faults import Killed  # noqa: PLC0415
-
     try:
         work()
     except Killed:
