@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tools.vectors import binaries, documents, tables, trees
-from tools.vectors.encode import Case
+
+if TYPE_CHECKING:
+    from tools.vectors.encode import Case
 
 VECTORS = Path(__file__).parents[1] / "format_spec" / "vectors"
 

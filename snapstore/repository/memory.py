@@ -17,6 +17,9 @@ __all__ = ["MemoryPlan"]
 _INTERPRETER_BYTES = 96 * MIB
 """Python with numpy and the codecs' own working memory, measured at rest and under load."""
 
+PACK_BYTES = 64 * MIB
+"""Large enough for object storage, small enough that two of them fit most budgets."""
+
 _SMALL_BUDGET_BYTES = 512 * MIB
 
 
@@ -36,7 +39,7 @@ class MemoryPlan:
         """Divide the budget of `options`."""
         budget = options.memory_bytes
         threads = options.threads_effective
-        pack_bytes = 64 * MIB if budget >= _SMALL_BUDGET_BYTES else 16 * MIB
+        pack_bytes = PACK_BYTES if budget >= _SMALL_BUDGET_BYTES else 16 * MIB
         packs_in_flight = 2
         catalog_bytes = budget // 8
         left = budget - _INTERPRETER_BYTES - packs_in_flight * (pack_bytes + 8 * MIB)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,6 +19,9 @@ from snapstore.clock import SystemClock
 from snapstore.testing.clock import ManualClock
 from snapstore.testing.contract import CHECKS, Check, Subject
 from snapstore.testing.nfs import NfsClient, NfsServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (a file system to test on, not a place for secrets)
 
@@ -108,23 +111,23 @@ def cases() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("subject", "check"), [*cases()], indirect=["subject"])
-def test_contract(check: Check, subject: Subject, rng: random.Random):
+def test_contract(check: Check, subject: Subject, rng: random.Random) -> None:
     assert not check.lacking(subject)
     check.run(subject, rng)
 
 
-def test_a_check_says_what_a_subject_lacks():
+def test_a_check_says_what_a_subject_lacks() -> None:
     lacking = {check.need for check in CHECKS if check.lacking(memory_subject())}
     assert lacking == {"url", "files"}
 
 
-def test_checks_have_names_and_statements_of_their_own():
+def test_checks_have_names_and_statements_of_their_own() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     assert len({check.statement for check in CHECKS}) == len(CHECKS)
     assert all(check.statement.endswith(".") for check in CHECKS)
 
 
-def test_checks_leave_nothing_behind(rng: random.Random):
+def test_checks_leave_nothing_behind(rng: random.Random) -> None:
     objects = MemoryObjects()
     subject = Subject(open=lambda: MemoryBackend(objects))
     for check in CHECKS:

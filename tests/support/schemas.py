@@ -49,7 +49,7 @@ DECODERS: dict[str, Callable[[bytes], object]] = {
 _HEX64 = "[0-9a-f]{64}"
 _NUMBER = "(?!0{8})[0-9]{8}"
 _COMPONENT = "[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
-_SHARDED = re.compile(rf"(packs|indexes|ranks|snapshots)/([0-9a-f]{{2}})/(\2[0-9a-f]{{62}})")
+_SHARDED = re.compile(r"(packs|indexes|ranks|snapshots)/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 _CHAINS = {
     "layouts": re.compile(rf"layouts/({_HEX64})/({_NUMBER})"),
     "refs": re.compile(rf"refs/({_COMPONENT}(?:/{_COMPONENT})*/@{_COMPONENT})/({_NUMBER})"),

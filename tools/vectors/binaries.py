@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
@@ -28,6 +28,9 @@ from tools.vectors.encode import (
     zstd_header,
     zstd_zeros,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Row = tuple[int | bytes, ...]
 
@@ -103,6 +106,7 @@ def _head(field: str, value: int | bytes) -> bytes:
 
 
 def flip(data: bytes, offset: int, bit: int = 0) -> bytes:
+    """Change one bit."""
     flipped = data[offset] ^ (1 << bit)
     return data[:offset] + bytes([flipped]) + data[offset + 1 :]
 
@@ -250,6 +254,7 @@ def _footer(
 
 
 def table_json(table: list[Row], *, drop: int | None = None) -> Json:
+    """Rows as `expect` has them: bytes in hexadecimal, without the reserved column."""
     return [
         [
             value.hex() if isinstance(value, bytes) else value
@@ -381,7 +386,12 @@ def hostile_footers() -> list[Case]:
         bad("chunks skipped", _frame(1, first=3)),
         bad("chunk count 2^32-1", _frame(1, count=u32)),
         bad("first chunk 2^32-1", _frame(1, first=u32)),
-        bad("counts that wrap 32 bits", _footer([(*FRAMES[0][:3], 0, u32, *FRAMES[0][5:]), (*FRAMES[1][:3], u32, 5, *FRAMES[1][5:])])),
+        bad(
+            "counts that wrap 32 bits",
+            _footer(
+                [(*FRAMES[0][:3], 0, u32, *FRAMES[0][5:]), (*FRAMES[1][:3], u32, 5, *FRAMES[1][5:])]
+            ),
+        ),
         bad("chunk left over", _footer(None, [*CHUNKS, (digest("more"), 1)])),
         bad("chunk missing", _footer(None, CHUNKS[:-1])),
         bad("chunk of 0 bytes", _chunk_lengths(5000, 0, 3000, 700)),
@@ -395,7 +405,7 @@ def hostile_footers() -> list[Case]:
         bad("trailer included", whole + _trailer(FOOTER_OFFSET, len(whole))),
         bad("version 2", _version_2(), "UnsupportedVersion"),
         bad("too large", _too_large(), limit),
-    ]  # fmt: skip
+    ]
     for case in cases:
         case["args"] = {"footer_offset": FOOTER_OFFSET}
     for name, offset in (("footer further on", FOOTER_OFFSET + 4096), ("footer before", 12288)):
@@ -433,7 +443,9 @@ def trailers() -> tuple[list[Case], list[Case]]:
         bad("too short", right[1:], pack_length=length),
         bad("too long", b"\0" + right, pack_length=length),
         bad("zeros", bytes(32), pack_length=length),
-        bad("magic of a footer", _trailer(FOOTER_OFFSET, 500, magic=b"SNAPPACK"), pack_length=length),
+        bad(
+            "magic of a footer", _trailer(FOOTER_OFFSET, 500, magic=b"SNAPPACK"), pack_length=length
+        ),
         bad("reserved bytes", _trailer(FOOTER_OFFSET, 500, 1), pack_length=length),
         bad("offset 0", _trailer(0, length - 32), pack_length=length),
         bad("offset not aligned", _trailer(FOOTER_OFFSET + 1, 499), pack_length=length),
@@ -441,11 +453,26 @@ def trailers() -> tuple[list[Case], list[Case]]:
         bad("footer ends in the trailer", _trailer(FOOTER_OFFSET, 501), pack_length=length),
         bad("footer behind the pack", _trailer(FOOTER_OFFSET * 2, 500), pack_length=length),
         bad("offset 2^64-4096", _trailer((1 << 64) - 4096, 500), pack_length=length),
-        bad("sum wraps 64 bits", _trailer(1 << 63, (1 << 63) + length - 32), "LimitExceeded", pack_length=length),
-        bad("length 2^64-1", _trailer(FOOTER_OFFSET, (1 << 64) - 1), "LimitExceeded", pack_length=length),
-        bad("footer too large", _trailer(4096, 50_331_649), "LimitExceeded", pack_length=4096 + 50_331_649 + 32),
+        bad(
+            "sum wraps 64 bits",
+            _trailer(1 << 63, (1 << 63) + length - 32),
+            "LimitExceeded",
+            pack_length=length,
+        ),
+        bad(
+            "length 2^64-1",
+            _trailer(FOOTER_OFFSET, (1 << 64) - 1),
+            "LimitExceeded",
+            pack_length=length,
+        ),
+        bad(
+            "footer too large",
+            _trailer(4096, 50_331_649),
+            "LimitExceeded",
+            pack_length=4096 + 50_331_649 + 32,
+        ),
         bad("pack too large", right, "LimitExceeded", pack_length=(128 << 20) + 1),
         bad("pack shorter than a trailer", right, pack_length=31),
         bad("pack empty", right, pack_length=0),
-    ]  # fmt: skip
+    ]
     return valid, hostile

@@ -271,7 +271,7 @@ def _snapshot() -> list[Case]:
         _bad("rank negative", SNAPSHOT, ranks=_ranks(-1)),
         _bad("rank too high", SNAPSHOT, ranks=_ranks(65536)),
         _bad("rank as string", SNAPSHOT, ranks=_ranks("0")),
-        _bad("rank true", SNAPSHOT, ranks=_ranks(True)),
+        _bad("rank true", SNAPSHOT, ranks=_ranks(*[True])),
         _bad("manifest in capitals", SNAPSHOT, ranks=[_with(entry, manifest=ID.upper())]),
         _bad("manifest is a path", SNAPSHOT, ranks=[_with(entry, manifest="../" * 21 + "a")]),
         _bad("bytes negative", SNAPSHOT, ranks=[_with(entry, logical_bytes=-1)]),
@@ -319,9 +319,7 @@ def _rank_meta() -> list[Case]:
         _bad("placement null", RANK_META, placement=None),
         bad("placement with float", canonical(RANK_META).replace("{}", '{"a":0.5}')),
         _bad("stream without class", RANK_META, streams=[{"origin": ""}]),
-        _bad(
-            "stream with unknown key", RANK_META, streams=[{**{"class": "a", "origin": "", "x": 1}}]
-        ),
+        _bad("stream with unknown key", RANK_META, streams=[{"class": "a", "origin": "", "x": 1}]),
         _bad("class with capital", RANK_META, streams=[_stream("Pages", "")]),
         _bad("class empty", RANK_META, streams=[_stream("", "")]),
         _bad("origin too long", RANK_META, streams=[_stream("pages", "a" * 4097)]),
@@ -383,10 +381,9 @@ _OWN = {
 def transitions() -> dict[str, list[Case]]:
     """Which state may follow which, written out."""
     live = ("acquired", "renewed")
-    lease = {"acquired": {None}} | {
-        word: set(live) for word in ("renewed", "committed", "released", "revoked")
-    }
-    mark = {
+    first: dict[str, set[str | None]] = {"acquired": {None}}
+    lease = first | {word: set(live) for word in ("renewed", "committed", "released", "revoked")}
+    mark: dict[str, set[str | None]] = {
         "condemned": {None, "revived"},
         "revived": {"condemned"},
         "deleting": {"condemned"},

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from blake3 import blake3
 
-Json: TypeAlias = "None | bool | int | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | str | list[Json] | dict[str, Json] | None"
 Case: TypeAlias = "dict[str, Json]"
 
 PACK, INDEX, RANK, LAYOUT = b"SNAPPACK", b"SNAPINDX", b"SNAPRANK", b"SNAPLAYT"

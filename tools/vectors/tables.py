@@ -76,6 +76,7 @@ def index_sections(
     chunks: list[Row] = CHUNKS,
     fanout: list[int] | None = None,
 ) -> dict[bytes, bytes]:
+    """The sections of an index, right unless tables are given that are not."""
     return {
         b"PACK": index_packs(packs),
         b"FRAM": index_frames(frames),
@@ -84,8 +85,10 @@ def index_sections(
     }
 
 
-def _index(**tables: list[Row]) -> bytes:
-    return envelope(INDEX, index_sections(**tables))
+def _index(
+    packs: list[Row] = PACKS, frames: list[Row] = FRAMES, chunks: list[Row] = CHUNKS
+) -> bytes:
+    return envelope(INDEX, index_sections(packs, frames, chunks))
 
 
 def _supersedes(*ids: bytes) -> bytes:
@@ -143,7 +146,10 @@ def _bad_packs_and_frames() -> list[Case]:
     return [
         bad("packs unsorted", _index(packs=PACKS[::-1])),
         bad("pack twice", pack(1, 0, _id(0x11))),
-        bad("packs unsorted in the last byte", _index(packs=[(_id(5, 2), MIB * 9), (_id(5, 1), MIB)])),
+        bad(
+            "packs unsorted in the last byte",
+            _index(packs=[(_id(5, 2), MIB * 9), (_id(5, 1), MIB)]),
+        ),
         bad("pack of 0 bytes", pack(1, 1, 0)),
         bad("pack too long", pack(1, 1, 128 * MIB + 1), LIMIT),
         bad("pack of 2^64-1 bytes", pack(1, 1, U64), LIMIT),
@@ -164,7 +170,7 @@ def _bad_packs_and_frames() -> list[Case]:
         bad("unknown codec", frame(1, 4, 3)),
         bad("raw of two lengths", frame(0, 1, MIB - 1)),
         bad("reserved bytes", frame(1, 5, 1)),
-    ]  # fmt: skip
+    ]
 
 
 def _bad_chunks() -> list[Case]:
@@ -230,7 +236,10 @@ def _badindex_sections() -> list[Case]:
     ]
     return [
         *cases,
-        bad("PACK and CHNK swapped", envelope(INDEX, sections | {b"PACK": sections[b"CHNK"], b"CHNK": sections[b"PACK"]})),
+        bad(
+            "PACK and CHNK swapped",
+            envelope(INDEX, sections | {b"PACK": sections[b"CHNK"], b"CHNK": sections[b"PACK"]}),
+        ),
         bad("SUPR unsorted", _supersedes(_id(2), _id(1))),
         bad("SUPR twice", _supersedes(_id(1), _id(1))),
         bad("SUPR half an id", _supersedes(_id(1)[:31])),
@@ -238,7 +247,7 @@ def _badindex_sections() -> list[Case]:
         bad("damaged CHNK", flip(whole, len(whole) - 1), "DigestMismatch"),
         bad("truncated", whole[:-1]),
         bad("a rank manifest", envelope(RANK, sections)),
-    ]  # fmt: skip
+    ]
 
 
 def buckets() -> list[Case]:
@@ -278,6 +287,7 @@ def _rank_meta(count: int) -> dict[str, Json]:
 def rank_sections(
     table: list[Row] = RANK_STREAMS, runs: list[Row] = EXTENTS, tree: Json = TREE
 ) -> dict[bytes, bytes]:
+    """The sections of a rank manifest, right unless tables are given that are not."""
     return {
         b"META": canonical(_rank_meta(len(table))).encode(),
         b"TREE": canonical(tree).encode(),
@@ -329,9 +339,14 @@ def hostile_ranks() -> list[Case]:
         *cases,
         *_bad_streams(),
         *_bad_extents(),
-        bad("fewer streams in META", envelope(RANK, sections | {b"META": canonical(_rank_meta(2)).encode()})),
+        bad(
+            "fewer streams in META",
+            envelope(RANK, sections | {b"META": canonical(_rank_meta(2)).encode()}),
+        ),
         bad("file beyond its stream", _rank(tree=[ROOT, file("a", 101, stream=1)])),
-        bad("file reaches beyond its stream", _rank(tree=[ROOT, file("a", 100, stream=1, offset=1)])),
+        bad(
+            "file reaches beyond its stream", _rank(tree=[ROOT, file("a", 100, stream=1, offset=1)])
+        ),
         bad("file in no stream", _rank(tree=[ROOT, file("a", 1, stream=3)])),
         bad("file in an empty stream", _rank(tree=[ROOT, file("a", 1, stream=2)])),
         bad("file at 2^50", _rank(tree=[ROOT, file("a", 1, offset=1 << 50)])),
@@ -339,8 +354,12 @@ def hostile_ranks() -> list[Case]:
         bad("compressed", envelope(RANK, sections, packed=frozenset({b"TREE"}))),
         bad("damaged XTNT", flip(whole, len(whole) - 1), "DigestMismatch"),
         bad("truncated", whole[:-1]),
-        bad("META of version 2", envelope(RANK, sections | {b"META": canonical({**RANK_META, "version": 2}).encode()}), "UnsupportedVersion"),
-    ]  # fmt: skip
+        bad(
+            "META of version 2",
+            envelope(RANK, sections | {b"META": canonical({**RANK_META, "version": 2}).encode()}),
+            "UnsupportedVersion",
+        ),
+    ]
 
 
 def _bad_streams() -> list[Case]:
@@ -386,9 +405,13 @@ def _bad_extents() -> list[Case]:
         bad("extent too long", extent(1, 0, (1 << 50) + 1), LIMIT),
         bad("extent of 2^64-1 bytes", extent(1, 0, U64), LIMIT),
         # 2^64-1 and 101 more make 100 if sums wrap.
-        bad("two lengths that wrap", _rank([(0, 2, 100)], [long_zeros, (101, 0, 0, bytes(32))], [ROOT]), LIMIT),
+        bad(
+            "two lengths that wrap",
+            _rank([(0, 2, 100)], [long_zeros, (101, 0, 0, bytes(32))], [ROOT]),
+            LIMIT,
+        ),
         bad("lengths that wrap to 0", _wrapping_extents(), LIMIT),
-    ]  # fmt: skip
+    ]
 
 
 def _wrapping_extents() -> Json:
@@ -424,6 +447,7 @@ def layout_sections(
     table: list[Row] = LAYOUT_STREAMS,
     runs: list[Row] = SEGMENTS,
 ) -> dict[bytes, bytes]:
+    """The sections of a layout, right unless tables are given that are not."""
     return {
         b"META": canonical(LAYOUT_META).encode(),
         b"PACK": index_packs(packs),
@@ -451,10 +475,18 @@ def valid_layouts() -> list[Case]:
     return [
         good("as is", _layout(), plain),
         good("compressed", envelope(LAYOUT, layout_sections(), packed=packed), plain),
-        good("all compressed", envelope(LAYOUT, layout_sections(), packed=frozenset(layout_sections())), plain),
+        good(
+            "all compressed",
+            envelope(LAYOUT, layout_sections(), packed=frozenset(layout_sections())),
+            plain,
+        ),
         good("unknown section", envelope(LAYOUT, layout_sections() | {b"XTRA": b"x"}), plain),
-        good("nothing", _layout(packs=[], frames=[], table=[], runs=[]), {"meta": LAYOUT_META, **nothing}),
-    ]  # fmt: skip
+        good(
+            "nothing",
+            _layout(packs=[], frames=[], table=[], runs=[]),
+            {"meta": LAYOUT_META, **nothing},
+        ),
+    ]
 
 
 def hostile_layouts() -> list[Case]:
@@ -476,9 +508,11 @@ def hostile_layouts() -> list[Case]:
         bad("of another rank", whole, "DigestMismatch", rank=digest("another").hex()),
         bad("damaged SEGM", flip(whole, len(whole) - 1), "DigestMismatch"),
         bad("truncated", whole[:-1]),
-        bad("META larger than allowed", envelope(LAYOUT, sections | {b"META": b" " * 65537}), LIMIT),
+        bad(
+            "META larger than allowed", envelope(LAYOUT, sections | {b"META": b" " * 65537}), LIMIT
+        ),
         bad("6 GiB decoded", _huge_layout(), LIMIT),
-    ]  # fmt: skip
+    ]
 
 
 def _bad_segments() -> list[Case]:
@@ -496,13 +530,17 @@ def _bad_segments() -> list[Case]:
         bad("segment reaches beyond its frame", segment(3, 2, 2 * MIB - 99)),
         bad("segment end wraps 32 bits", segment(3, 2, U32 - 99)),
         bad("segment of 2^64-1 bytes", segment(3, 0, U64), LIMIT),
-        bad("segment end wraps 64 bits", _layout(runs=replaced(replaced(SEGMENTS, 3, 0, U64), 3, 2, 1)), LIMIT),
+        bad(
+            "segment end wraps 64 bits",
+            _layout(runs=replaced(replaced(SEGMENTS, 3, 0, U64), 3, 2, 1)),
+            LIMIT,
+        ),
         bad("zeros with an offset", segment(1, 2, 1)),
         bad("stream longer than its segments", stream(1, 2, 101)),
         bad("segment left out", stream(1, 0, 4)),
         bad("count 2^62", stream(1, 1, 1 << 62)),
         bad("stream too long", stream(1, 2, 1 << 51), LIMIT),
-    ]  # fmt: skip
+    ]
 
 
 def _bad_places() -> list[Case]:

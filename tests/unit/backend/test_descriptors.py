@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import pytest
 
 from snapstore.backend.descriptors import DESCRIPTOR_AGE_S_MAX, DescriptorCache
 from snapstore.testing.clock import ManualClock
+
+if TYPE_CHECKING:
+    import random
 
 
 class FakeFiles:
@@ -49,13 +52,13 @@ def use(cache: DescriptorCache, path: str) -> int:
         return fd
 
 
-def test_a_path_is_opened_once(files: FakeFiles, clock: ManualClock):
+def test_a_path_is_opened_once(files: FakeFiles, clock: ManualClock) -> None:
     cache = cache_of(files, clock)
     assert use(cache, "a") == use(cache, "a")
     assert files.opened == ["a"]
 
 
-def test_the_least_recently_used_is_closed(files: FakeFiles, clock: ManualClock):
+def test_the_least_recently_used_is_closed(files: FakeFiles, clock: ManualClock) -> None:
     cache = cache_of(files, clock)
     for path in ("a", "b", "a", "c", "a"):
         use(cache, path)
@@ -63,7 +66,7 @@ def test_the_least_recently_used_is_closed(files: FakeFiles, clock: ManualClock)
     assert files.open_now == {1, 3}
 
 
-def test_one_in_use_outlives_its_place(files: FakeFiles, clock: ManualClock):
+def test_one_in_use_outlives_its_place(files: FakeFiles, clock: ManualClock) -> None:
     cache = cache_of(files, clock, capacity=1)
     with cache.lend("a") as fd:
         use(cache, "b")
@@ -74,7 +77,7 @@ def test_one_in_use_outlives_its_place(files: FakeFiles, clock: ManualClock):
     assert files.open_now == set()
 
 
-def test_a_forgotten_path_is_opened_anew(files: FakeFiles, clock: ManualClock):
+def test_a_forgotten_path_is_opened_anew(files: FakeFiles, clock: ManualClock) -> None:
     cache = cache_of(files, clock)
     with cache.lend("a") as old:
         cache.forget("a")
@@ -82,7 +85,7 @@ def test_a_forgotten_path_is_opened_anew(files: FakeFiles, clock: ManualClock):
     assert files.open_now == {2}
 
 
-def test_an_old_descriptor_is_opened_anew(files: FakeFiles, clock: ManualClock):
+def test_an_old_descriptor_is_opened_anew(files: FakeFiles, clock: ManualClock) -> None:
     cache = cache_of(files, clock)
     use(cache, "a")
     clock.advance_s(DESCRIPTOR_AGE_S_MAX)
@@ -93,7 +96,7 @@ def test_an_old_descriptor_is_opened_anew(files: FakeFiles, clock: ManualClock):
     assert files.open_now == {2}
 
 
-def test_a_failure_to_open_leaves_nothing(files: FakeFiles, clock: ManualClock):
+def test_a_failure_to_open_leaves_nothing(files: FakeFiles, clock: ManualClock) -> None:
     cache = cache_of(files, clock)
     with pytest.raises(FileNotFoundError):
         use(cache, "missing")
@@ -102,7 +105,7 @@ def test_a_failure_to_open_leaves_nothing(files: FakeFiles, clock: ManualClock):
     assert files.open_now == set()
 
 
-def test_a_failure_of_the_reader_gives_back(files: FakeFiles, clock: ManualClock):
+def test_a_failure_of_the_reader_gives_back(files: FakeFiles, clock: ManualClock) -> None:
     cache = cache_of(files, clock)
     with pytest.raises(ZeroDivisionError), cache.lend("a"):
         raise ZeroDivisionError
@@ -110,7 +113,7 @@ def test_a_failure_of_the_reader_gives_back(files: FakeFiles, clock: ManualClock
     assert files.open_now == set()
 
 
-def test_closing_again_does_nothing(files: FakeFiles, clock: ManualClock):
+def test_closing_again_does_nothing(files: FakeFiles, clock: ManualClock) -> None:
     cache = cache_of(files, clock)
     use(cache, "a")
     cache.close()
@@ -121,7 +124,7 @@ def test_closing_again_does_nothing(files: FakeFiles, clock: ManualClock):
 
 def test_many_threads_close_each_descriptor_once(
     files: FakeFiles, clock: ManualClock, rng: random.Random
-):
+) -> None:
     cache = cache_of(files, clock, capacity=3)
     paths = [rng.choice("abcdef") for _ in range(2000)]
 

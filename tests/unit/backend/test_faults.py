@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,6 +17,10 @@ from snapstore.errors import (
     TransientBackendError,
 )
 from snapstore.testing.faults import Fault, FaultyBackend, KillableFiles, Killed
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
 
 PACK = "5a" * 32
 REF = "team/x/@v1/00000001"
@@ -51,13 +54,13 @@ def get(backend: FaultyBackend | MemoryBackend, size_bytes: int = len(DATA)) -> 
 )
 def test_a_write_fails_before_or_after(
     inner: MemoryBackend, fault: Fault, error: type[BaseException], stored: int
-):
+) -> None:
     with pytest.raises(error):
         put(FaultyBackend(inner, {0: fault}))
     assert len([*inner.list(ObjectKind.PACK)]) == stored
 
 
-def test_the_dead_do_nothing_more(inner: MemoryBackend):
+def test_the_dead_do_nothing_more(inner: MemoryBackend) -> None:
     backend = FaultyBackend(inner, {1: Fault.KILL_AFTER})
     put(backend)
     with pytest.raises(Killed, match="after operation 1"):
@@ -68,7 +71,7 @@ def test_the_dead_do_nothing_more(inner: MemoryBackend):
     assert backend.operations == 2
 
 
-def test_storage_may_lie_when_it_writes(inner: MemoryBackend):
+def test_storage_may_lie_when_it_writes(inner: MemoryBackend) -> None:
     backend = FaultyBackend(inner, {0: Fault.TRUNCATE, 2: Fault.WRONG_BYTES})
     put(backend)
     assert get(inner, 50) == DATA[:50]
@@ -78,7 +81,7 @@ def test_storage_may_lie_when_it_writes(inner: MemoryBackend):
     assert sum(a != b for a, b in zip(get(inner), DATA, strict=True)) == 1
 
 
-def test_storage_may_lie_when_it_reads(inner: MemoryBackend, rng: random.Random):
+def test_storage_may_lie_when_it_reads(inner: MemoryBackend, rng: random.Random) -> None:
     backend = FaultyBackend(
         inner, {1: Fault.WRONG_BYTES, 2: Fault.TRUNCATE, 3: Fault.TRUNCATE}, rng=rng
     )
@@ -91,14 +94,14 @@ def test_storage_may_lie_when_it_reads(inner: MemoryBackend, rng: random.Random)
     assert get(backend) == DATA
 
 
-def test_listings_may_be_cut(inner: MemoryBackend):
+def test_listings_may_be_cut(inner: MemoryBackend) -> None:
     backend = FaultyBackend(inner, {1: Fault.TRUNCATE})
     put(backend)
     assert [*backend.list(ObjectKind.PACK)] == []
     assert len([*backend.list(ObjectKind.PACK)]) == 1
 
 
-def test_a_killed_process_calls_nothing_more(tmp_path: Path):
+def test_a_killed_process_calls_nothing_more(tmp_path: Path) -> None:
     """Kill in the middle of a write: the temporary file stays, since nobody cleans up."""
     PosixBackend.create(tmp_path / "s")
     files = KillableFiles(OsFileCalls())

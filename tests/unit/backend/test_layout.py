@@ -58,7 +58,7 @@ STRAY = [
 
 
 @pytest.mark.parametrize(("kind", "name", "key"), KEYS)
-def test_names_and_keys_are_one_to_one(kind: ObjectKind, name: str, key: str):
+def test_names_and_keys_are_one_to_one(kind: ObjectKind, name: str, key: str) -> None:
     assert layout.key_of(kind, name) == key
     assert layout.name_of(kind, key) == name
     assert all(layout.name_of(other, key) is None for other in ObjectKind if other is not kind)
@@ -68,19 +68,19 @@ def test_names_and_keys_are_one_to_one(kind: ObjectKind, name: str, key: str):
 
 
 @pytest.mark.parametrize("key", STRAY)
-def test_stray_files_name_nothing(key: str):
+def test_stray_files_name_nothing(key: str) -> None:
     assert [layout.name_of(kind, key) for kind in ObjectKind] == [None] * len(ObjectKind)
 
 
 @pytest.mark.parametrize(
     "key", ["refs/lost+found", "refs/.snapshot", "packs/abc", "packs/ab/cd", "refs/a/@b/c", "tmp"]
 )
-def test_stray_folders_are_not_entered(key: str):
+def test_stray_folders_are_not_entered(key: str) -> None:
     assert not any(layout.is_folder(kind, key) for kind in ObjectKind)
 
 
 @pytest.mark.parametrize("kind", ObjectKind, ids=lambda kind: kind.value)
-def test_hostile_names_have_no_key(kind: ObjectKind):
+def test_hostile_names_have_no_key(kind: ObjectKind) -> None:
     for name in HOSTILE_NAMES:
         with pytest.raises(UsageError):
             layout.key_of(kind, name)
@@ -88,7 +88,7 @@ def test_hostile_names_have_no_key(kind: ObjectKind):
 
 
 @pytest.mark.parametrize("kind", ObjectKind, ids=lambda kind: kind.value)
-def test_hostile_prefixes_are_refused(kind: ObjectKind):
+def test_hostile_prefixes_are_refused(kind: ObjectKind) -> None:
     for prefix in HOSTILE_PREFIXES:
         with pytest.raises(UsageError):
             layout.listing_prefix(kind, prefix)
@@ -98,16 +98,16 @@ def test_hostile_prefixes_are_refused(kind: ObjectKind):
     ("prefix", "start"),
     [("", "packs/"), ("a", "packs/a"), ("ab", "packs/ab/ab"), ("ab0", "packs/ab/ab0")],
 )
-def test_a_prefix_of_digits_names_its_shard(prefix: str, start: str):
+def test_a_prefix_of_digits_names_its_shard(prefix: str, start: str) -> None:
     assert layout.listing_prefix(ObjectKind.PACK, prefix) == start
 
 
 @pytest.mark.parametrize("prefix", ["AB", "a/", "ab/", "x", ID + "0", "@"])
-def test_a_prefix_that_no_digest_has_gives_nothing(prefix: str):
+def test_a_prefix_that_no_digest_has_gives_nothing(prefix: str) -> None:
     assert layout.listing_prefix(ObjectKind.PACK, prefix) is None
 
 
-def test_parents_come_innermost_first():
+def test_parents_come_innermost_first() -> None:
     assert layout.parent_keys("a/b/c") == ["a/b", "a", ""]
     assert layout.parent_keys("a") == [""]
 
@@ -116,13 +116,15 @@ WORD = st.from_regex(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,20}[A-Za-z0-9])?", fullmat
 
 
 @given(st.lists(WORD, min_size=1, max_size=5), WORD, st.integers(1, 99_999_999))
-def test_every_ref_that_users_can_write_has_a_key(components: list[str], tag: str, number: int):
+def test_every_ref_that_users_can_write_has_a_key(
+    components: list[str], tag: str, number: int
+) -> None:
     ref = RefName("/".join(components), tag)
     name = f"{ref.name}/@{ref.tag}/{number:08d}"
     assert layout.name_of(ObjectKind.REF, layout.key_of(ObjectKind.REF, name)) == name
 
 
-def test_the_longest_ref_has_a_key():
+def test_the_longest_ref_has_a_key() -> None:
     ref = RefName("n" * 255, "t" * 128)
     key = layout.key_of(ObjectKind.REF, f"{ref.name}/@{ref.tag}/00000001")
     assert len(key) <= layout.KEY_CHARS_MAX
@@ -130,7 +132,7 @@ def test_the_longest_ref_has_a_key():
 
 
 @given(st.sampled_from(list(ObjectKind)), st.text(max_size=80))
-def test_any_text_is_a_name_or_refused(kind: ObjectKind, text: str):
+def test_any_text_is_a_name_or_refused(kind: ObjectKind, text: str) -> None:
     """No name leads out of its kind, whatever it is made of."""
     try:
         key = layout.key_of(kind, text)
@@ -145,7 +147,7 @@ def test_any_text_is_a_name_or_refused(kind: ObjectKind, text: str):
     st.binary(min_size=32, max_size=32),
     st.integers(0, 64),
 )
-def test_names_lie_below_each_of_their_prefixes(kind: ObjectKind, raw: bytes, end: int):
+def test_names_lie_below_each_of_their_prefixes(kind: ObjectKind, raw: bytes, end: int) -> None:
     start = layout.listing_prefix(kind, raw.hex()[:end])
     assert start is not None
     assert layout.key_of(kind, raw.hex()).startswith(start)

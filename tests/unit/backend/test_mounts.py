@@ -25,7 +25,7 @@ def namespace() -> list[str]:
 
 
 @pytest.mark.parametrize("world", ["full", "readonly", "two_disks"])
-def test_a_real_mount(namespace: list[str], tmp_path: Path, world: str):
+def test_a_real_mount(namespace: list[str], tmp_path: Path, world: str) -> None:
     script = Path(__file__).with_name("mounted.py")
     result = subprocess.run(  # noqa: S603
         [*namespace, sys.executable, script, world, tmp_path],

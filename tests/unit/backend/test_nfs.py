@@ -55,7 +55,7 @@ def failing(number: int) -> pytest.RaisesExc[OSError]:
     return pytest.raises(OSError, check=lambda error: error.errno == number)
 
 
-def test_files_work(world: World):
+def test_files_work(world: World) -> None:
     write(world.a, "/d/x")
     world.a.link("/d/x", "/d/y")
     assert sorted(world.a.listdir("/d")) == ["x", "y"]
@@ -80,7 +80,7 @@ def test_files_work(world: World):
     assert world.a.open_count == 0
 
 
-def test_an_absent_name_is_believed_until_the_folder_is_opened(world: World):
+def test_an_absent_name_is_believed_until_the_folder_is_opened(world: World) -> None:
     with failing(errno.ENOENT):
         world.b.open("/d/x", READ)
     write(world.a, "/d/x")
@@ -93,7 +93,7 @@ def test_an_absent_name_is_believed_until_the_folder_is_opened(world: World):
     assert read(world.b, "/d/x") == b"data"
 
 
-def test_an_absent_name_is_believed_only_for_so_long(world: World):
+def test_an_absent_name_is_believed_only_for_so_long(world: World) -> None:
     with failing(errno.ENOENT):
         world.b.lstat("/d/x")
     write(world.a, "/d/x")
@@ -101,7 +101,7 @@ def test_an_absent_name_is_believed_only_for_so_long(world: World):
     assert world.b.lstat("/d/x").size_bytes == 4
 
 
-def test_own_changes_do_not_refresh_what_is_believed(world: World):
+def test_own_changes_do_not_refresh_what_is_believed(world: World) -> None:
     with failing(errno.ENOENT):
         world.b.lstat("/d/x")
     write(world.b, "/d/other")
@@ -113,7 +113,7 @@ def test_own_changes_do_not_refresh_what_is_believed(world: World):
     assert world.b.lstat("/d/x").size_bytes == 4
 
 
-def test_attributes_outlive_the_file(world: World):
+def test_attributes_outlive_the_file(world: World) -> None:
     write(world.a, "/d/x")
     assert world.b.lstat("/d/x").size_bytes == 4
     world.a.unlink("/d/x")
@@ -127,7 +127,7 @@ def test_attributes_outlive_the_file(world: World):
         world.b.lstat("/d/x")
 
 
-def test_a_listing_may_be_old_even_after_its_folder_was_opened(world: World):
+def test_a_listing_may_be_old_even_after_its_folder_was_opened(world: World) -> None:
     assert world.b.listdir("/d") == []
     write(world.a, "/d/x")
     world.b.close(world.b.open("/d", FOLDER))
@@ -136,7 +136,7 @@ def test_a_listing_may_be_old_even_after_its_folder_was_opened(world: World):
     assert world.b.listdir("/d") == ["x"]
 
 
-def test_an_open_file_that_another_client_removes_is_stale(world: World):
+def test_an_open_file_that_another_client_removes_is_stale(world: World) -> None:
     write(world.a, "/d/x")
     fd = world.b.open("/d/x", READ)
     world.a.unlink("/d/x")
@@ -145,7 +145,7 @@ def test_an_open_file_that_another_client_removes_is_stale(world: World):
     world.b.close(fd)
 
 
-def test_cached_bytes_are_served_until_attributes_expire(world: World):
+def test_cached_bytes_are_served_until_attributes_expire(world: World) -> None:
     write(world.a, "/d/x")
     fd = world.b.open("/d/x", READ)
     into = memoryview(bytearray(4))
@@ -157,7 +157,7 @@ def test_cached_bytes_are_served_until_attributes_expire(world: World):
         world.b.pread(fd, into, 0)
 
 
-def test_a_file_that_is_unlinked_while_open_lives_on_under_another_name(world: World):
+def test_a_file_that_is_unlinked_while_open_lives_on_under_another_name(world: World) -> None:
     write(world.a, "/d/x")
     fd = world.a.open("/d/x", READ)
     world.a.unlink("/d/x")
@@ -167,7 +167,7 @@ def test_a_file_that_is_unlinked_while_open_lives_on_under_another_name(world: W
     assert world.client().listdir("/d") == []
 
 
-def test_written_bytes_are_elsewhere_only_after_a_sync(world: World):
+def test_written_bytes_are_elsewhere_only_after_a_sync(world: World) -> None:
     fd = world.a.open("/d/x", CREATE)
     assert world.a.writev(fd, [memoryview(b"da"), memoryview(b"ta")]) == 4
     assert world.a.fstat(fd).size_bytes == 4
@@ -177,7 +177,7 @@ def test_written_bytes_are_elsewhere_only_after_a_sync(world: World):
     world.a.close(fd)
 
 
-def test_a_power_loss_takes_what_was_not_synced(world: World):
+def test_a_power_loss_takes_what_was_not_synced(world: World) -> None:
     fd = world.a.open("/d/x", CREATE)
     world.a.writev(fd, [memoryview(b"data")])
     world.a.die()
@@ -185,7 +185,7 @@ def test_a_power_loss_takes_what_was_not_synced(world: World):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_a_failed_sync_loses_the_bytes_and_the_next_one_succeeds(world: World, number: int):
+def test_a_failed_sync_loses_the_bytes_and_the_next_one_succeeds(world: World, number: int) -> None:
     client = world.client((0, NfsFault("fsync", number)))
     fd = client.open("/d/x", CREATE)
     client.writev(fd, [memoryview(b"data")])
@@ -196,7 +196,7 @@ def test_a_failed_sync_loses_the_bytes_and_the_next_one_succeeds(world: World, n
     assert read(world.b, "/d/x") == b""
 
 
-def test_a_failed_close_loses_the_bytes_and_the_descriptor(world: World):
+def test_a_failed_close_loses_the_bytes_and_the_descriptor(world: World) -> None:
     client = world.client((0, NfsFault("close", errno.EDQUOT)))
     fd = client.open("/d/x", CREATE)
     client.writev(fd, [memoryview(b"data")])
@@ -207,7 +207,7 @@ def test_a_failed_close_loses_the_bytes_and_the_descriptor(world: World):
     assert read(world.b, "/d/x") == b""
 
 
-def test_a_full_server_says_so_late(world: World):
+def test_a_full_server_says_so_late(world: World) -> None:
     world.server.capacity_bytes = 6
     write(world.a, "/d/x")
     fd = world.a.open("/d/y", CREATE)
@@ -219,7 +219,7 @@ def test_a_full_server_says_so_late(world: World):
 
 
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO])
-def test_a_lost_reply_to_link_is_an_error_though_it_happened(world: World, number: int):
+def test_a_lost_reply_to_link_is_an_error_though_it_happened(world: World, number: int) -> None:
     client = world.client((0, NfsFault("link", number, done=True)))
     write(client, "/d/x")
     with failing(errno.ENOENT):
@@ -232,7 +232,7 @@ def test_a_lost_reply_to_link_is_an_error_though_it_happened(world: World, numbe
     assert world.client().lstat("/d/y") == world.client().lstat("/d/x")
 
 
-def test_a_link_that_fails_did_not_happen(world: World):
+def test_a_link_that_fails_did_not_happen(world: World) -> None:
     client = world.client((0, NfsFault("link", errno.EIO)))
     write(client, "/d/x")
     with failing(errno.EIO):
@@ -240,7 +240,7 @@ def test_a_link_that_fails_did_not_happen(world: World):
     assert world.client().listdir("/d") == ["x"]
 
 
-def test_transfers_may_be_short(world: World):
+def test_transfers_may_be_short(world: World) -> None:
     client = world.client((0, NfsFault("writev", 0)), (1, NfsFault("pread", 0)))
     fd = client.open("/d/x", CREATE)
     assert client.writev(fd, [memoryview(b"data")]) == 2
@@ -249,14 +249,14 @@ def test_transfers_may_be_short(world: World):
     assert read(client, "/d/x") == b"d"
 
 
-def test_times_are_those_of_the_server():
+def test_times_are_those_of_the_server() -> None:
     ours, theirs = ManualClock(), ManualClock(start_ns=5_000_000_000)
     client = NfsClient(NfsServer(theirs), ours)
     write(client, "/x")
     assert client.lstat("/x").modified_ns == 5_000_000_000
 
 
-def test_chance_is_seeded():
+def test_chance_is_seeded() -> None:
     def storm(seed: int) -> list[NfsFault | None]:
         faults = NfsFaults(rng=random.Random(seed), chance=0.3)
         return [faults.draw("link") for _ in range(100)]

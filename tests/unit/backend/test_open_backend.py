@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,11 +10,14 @@ from snapstore.backend import open_backend
 from snapstore.backend.base import ObjectKind
 from snapstore.errors import AccessDenied, StoreNotFound, UsageError
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 NAME = "team/x/@v1/00000001"
 
 
 @pytest.mark.parametrize("folder", ["plain", "two words", "a%20b", "ü#?:;&", "percent%", "a://b"])
-def test_the_url_of_a_store_opens_it_again(tmp_path: Path, folder: str):
+def test_the_url_of_a_store_opens_it_again(tmp_path: Path, folder: str) -> None:
     root = tmp_path / folder
     backend = open_backend(root.as_uri(), create=True)
     backend.put_new(ObjectKind.REF, NAME, [b"x"])
@@ -24,7 +27,9 @@ def test_the_url_of_a_store_opens_it_again(tmp_path: Path, folder: str):
         assert open_backend(url).stat(ObjectKind.REF, NAME).size_bytes == 1
 
 
-def test_relative_paths_are_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_relative_paths_are_meant_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     open_backend("here/store", create=True).put_new(ObjectKind.REF, NAME, [b"x"])
     backend = open_backend("./here/store")
@@ -33,14 +38,14 @@ def test_relative_paths_are_meant_from_here(tmp_path: Path, monkeypatch: pytest.
     assert backend.capabilities.url == (tmp_path / "here/store").as_uri()
 
 
-def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_backend("~/s", create=True).capabilities.url == (tmp_path / "s").as_uri()
     with pytest.raises(UsageError):
         open_backend("~nobody-of-that-name/s")
 
 
-def test_memory_is_shared_by_name():
+def test_memory_is_shared_by_name() -> None:
     name = "memory://test_memory_is_shared_by_name"
     with pytest.raises(StoreNotFound):
         open_backend(name)
@@ -54,7 +59,7 @@ def test_memory_is_shared_by_name():
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-def test_a_missing_directory_is_no_store(tmp_path: Path, readonly: bool):  # noqa: FBT001
+def test_a_missing_directory_is_no_store(tmp_path: Path, readonly: bool) -> None:  # noqa: FBT001
     for missing in (tmp_path / "missing", tmp_path / "file" / "below"):
         (tmp_path / "file").touch()
         with pytest.raises(StoreNotFound):
@@ -62,7 +67,7 @@ def test_a_missing_directory_is_no_store(tmp_path: Path, readonly: bool):  # noq
     assert not (tmp_path / "missing").exists()
 
 
-def test_a_file_is_no_store(tmp_path: Path):
+def test_a_file_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreNotFound):
         open_backend(str(tmp_path / "file"))
@@ -90,18 +95,18 @@ def test_a_file_is_no_store(tmp_path: Path):
         "S3://bucket",
     ],
 )
-def test_other_urls_are_refused(url: str):
+def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(UsageError):
         open_backend(url)
 
 
-def test_the_schemes_that_exist_are_named():
+def test_the_schemes_that_exist_are_named() -> None:
     with pytest.raises(UsageError) as caught:
         open_backend("nfs://server/export")
     assert "file://" in caught.value.next_step
 
 
-def test_nothing_is_created_for_reading_only(tmp_path: Path):
+def test_nothing_is_created_for_reading_only(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         open_backend(str(tmp_path / "s"), create=True, readonly=True)
     assert not (tmp_path / "s").exists()

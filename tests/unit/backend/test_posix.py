@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import socket
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from typing_extensions import override
 
 from snapstore.backend.base import ObjectKind
 from snapstore.backend.descriptors import DESCRIPTOR_AGE_S_MAX
 from snapstore.backend.files import OsFileCalls
 from snapstore.backend.layout import TEMPORARIES
-from snapstore.backend.posix import TRIES_MAX, PosixBackend
+from snapstore.backend.posix import PosixBackend
+from snapstore.backend.posix_tree import TRIES_MAX
 from snapstore.errors import (
     AccessDenied,
     BackendError,
@@ -30,6 +31,10 @@ from snapstore.testing.clock import ManualClock
 from snapstore.testing.contract_objects import read
 from snapstore.testing.faults import KillableFiles, Killed
 from snapstore.testing.nfs import NfsCall, NfsClient, NfsFault, NfsFaults, NfsServer
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
 
 PACK = "5a" * 32
 REF = "team/x/@v1/00000001"
@@ -78,6 +83,7 @@ class Refusing(OsFileCalls):
     def __init__(self, number: int) -> None:
         self.number = number
 
+    @override
     def link(self, source: str, target: str) -> None:
         raise OSError(self.number, os.strerror(self.number))
 
@@ -114,7 +120,7 @@ class Refusing(OsFileCalls):
 )
 def test_a_failed_write_leaves_nothing(
     mount: Mount, call: NfsCall, number: int, error: type[SnapError]
-):
+) -> None:
     """Let the n-th call of its sort fail that belongs to the writing itself."""
     first = {"open": 1}.get(call, 0)
     backend = mount.backend((first, NfsFault(call, number)))
@@ -130,7 +136,7 @@ def test_a_failed_write_leaves_nothing(
 
 @pytest.mark.parametrize("kind", [ObjectKind.REF, ObjectKind.PACK])
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ETIMEDOUT, errno.ESTALE])
-def test_a_link_whose_reply_was_lost_succeeded(mount: Mount, number: int, kind: ObjectKind):
+def test_a_link_whose_reply_was_lost_succeeded(mount: Mount, number: int, kind: ObjectKind) -> None:
     name = REF if kind is ObjectKind.REF else PACK
     # The first link finds no folders, so the second is the one that happens.
     backend = mount.backend((1, NfsFault("link", number, done=True)))
@@ -139,14 +145,14 @@ def test_a_link_whose_reply_was_lost_succeeded(mount: Mount, number: int, kind: 
     assert mount.temporaries() == []
 
 
-def test_a_lost_race_with_a_lost_reply_is_lost(mount: Mount):
+def test_a_lost_race_with_a_lost_reply_is_lost(mount: Mount) -> None:
     mount.healthy.put_new(ObjectKind.REF, REF, [b"data"])
     backend = mount.backend((0, NfsFault("link", errno.EIO)))
     with pytest.raises(ObjectExists):
         backend.put_new(ObjectKind.REF, REF, [b"date"])
 
 
-def test_a_name_that_another_client_freed_is_taken(mount: Mount):
+def test_a_name_that_another_client_freed_is_taken(mount: Mount) -> None:
     """Make the client believe a name to be there that is not, and write it."""
     files = mount.client()
     backend = PosixBackend(ROOT, clock=mount.clock, files=files)
@@ -158,7 +164,7 @@ def test_a_name_that_another_client_freed_is_taken(mount: Mount):
     assert read(mount.backend(), ObjectKind.REF, REF) == b"new"
 
 
-def test_a_pack_that_another_client_removed_is_written_again(mount: Mount):
+def test_a_pack_that_another_client_removed_is_written_again(mount: Mount) -> None:
     """*Already present* must not be believed of a cache."""
     files = mount.client()
     backend = PosixBackend(ROOT, clock=mount.clock, files=files)
@@ -170,7 +176,7 @@ def test_a_pack_that_another_client_removed_is_written_again(mount: Mount):
     assert is_there(mount, ObjectKind.PACK, PACK)
 
 
-def test_a_removed_object_is_gone_though_its_file_lives_on(mount: Mount):
+def test_a_removed_object_is_gone_though_its_file_lives_on(mount: Mount) -> None:
     """Let the writer's temporary file stay: the server keeps the file, under that name only."""
     backend = mount.backend(*((at, NfsFault("unlink", errno.EIO)) for at in range(4)))
     for kind, name in ((ObjectKind.REF, REF), (ObjectKind.PACK, PACK)):
@@ -184,7 +190,7 @@ def test_a_removed_object_is_gone_though_its_file_lives_on(mount: Mount):
             backend.stat(kind, name)
 
 
-def test_a_folder_whose_sync_failed_is_synced_by_the_retry(tmp_path: Path):
+def test_a_folder_whose_sync_failed_is_synced_by_the_retry(tmp_path: Path) -> None:
     """Let each directory sync fail in turn; the next try must sync that directory again."""
     root = tmp_path / "store"
     PosixBackend.create(root)
@@ -192,6 +198,7 @@ def test_a_folder_whose_sync_failed_is_synced_by_the_retry(tmp_path: Path):
     class FailingSync(OsFileCalls):
         left = -1
 
+        @override
         def fsync(self, fd: int) -> None:
             self.left -= 1
             if self.left == 0:
@@ -214,7 +221,7 @@ def test_a_folder_whose_sync_failed_is_synced_by_the_retry(tmp_path: Path):
         assert [*(root / "tmp").iterdir()] == []
 
 
-def test_no_descriptor_is_synced_twice(tmp_path: Path):
+def test_no_descriptor_is_synced_twice(tmp_path: Path) -> None:
     files = KillableFiles(OsFileCalls())
     PosixBackend.create(tmp_path / "s")
     PosixBackend(tmp_path / "s", files=files).put_new(ObjectKind.PACK, PACK, [b"x"])
@@ -223,13 +230,13 @@ def test_no_descriptor_is_synced_twice(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_folders_that_cannot_be_synced_are_refused(mount: Mount, number: int):
+def test_folders_that_cannot_be_synced_are_refused(mount: Mount, number: int) -> None:
     with pytest.raises(CapabilityMissing, match="durable"):
         mount.backend((1, NfsFault("fsync", number))).put_new(ObjectKind.REF, REF, [b"x"])
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV])
-def test_a_file_system_without_links_is_refused(tmp_path: Path, number: int):
+def test_a_file_system_without_links_is_refused(tmp_path: Path, number: int) -> None:
     PosixBackend.create(tmp_path / "s")
     backend = PosixBackend(tmp_path / "s", files=Refusing(number))
     with pytest.raises(CapabilityMissing, match="hard links") as caught:
@@ -238,7 +245,7 @@ def test_a_file_system_without_links_is_refused(tmp_path: Path, number: int):
     assert [*(tmp_path / "s" / "tmp").iterdir()] == []
 
 
-def test_a_link_that_never_works_is_given_up(tmp_path: Path):
+def test_a_link_that_never_works_is_given_up(tmp_path: Path) -> None:
     PosixBackend.create(tmp_path / "s")
     files = KillableFiles(Refusing(errno.EEXIST))
     with pytest.raises(TransientBackendError):
@@ -246,16 +253,17 @@ def test_a_link_that_never_works_is_given_up(tmp_path: Path):
     assert sum(call.call == "link" for call in files.calls) == TRIES_MAX
 
 
-def test_a_store_that_goes_away_is_no_missing_object(store: PosixBackend, tmp_path: Path):
+def test_a_store_that_goes_away_is_no_missing_object(store: PosixBackend, tmp_path: Path) -> None:
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     with pytest.raises(TransientBackendError, match="went away"):
         store.put_new(ObjectKind.REF, REF, [b"x"])
 
 
-def test_a_swept_temporary_file_is_a_transient_error(tmp_path: Path):
+def test_a_swept_temporary_file_is_a_transient_error(tmp_path: Path) -> None:
     PosixBackend.create(tmp_path / "s")
 
     class Swept(OsFileCalls):
+        @override
         def link(self, source: str, target: str) -> None:
             Path(source).unlink(missing_ok=True)
             super().link(source, target)
@@ -264,7 +272,7 @@ def test_a_swept_temporary_file_is_a_transient_error(tmp_path: Path):
         PosixBackend(tmp_path / "s", files=Swept()).put_new(ObjectKind.REF, REF, [b"x"])
 
 
-def test_short_writes_and_reads_are_completed(mount: Mount, rng: random.Random):
+def test_short_writes_and_reads_are_completed(mount: Mount, rng: random.Random) -> None:
     data = rng.randbytes(1000)
     plan = [(number, NfsFault(call, 0)) for number in range(5) for call in ("writev", "pread")]
     backend = mount.backend(*plan)
@@ -289,7 +297,7 @@ def test_short_writes_and_reads_are_completed(mount: Mount, rng: random.Random):
 )
 def test_a_failed_read_names_the_object(
     mount: Mount, call: NfsCall, number: int, error: type[SnapError]
-):
+) -> None:
     mount.healthy.put_new(ObjectKind.PACK, PACK, [b"data"])
     # Every call of the sort but the one that opens the store.
     plan = [(at, NfsFault(call, number)) for at in range(call == "open", 20)]
@@ -299,7 +307,7 @@ def test_a_failed_read_names_the_object(
 
 
 @pytest.mark.parametrize("call", ["open", "pread"])
-def test_a_stale_handle_is_opened_again_a_few_times(mount: Mount, call: NfsCall):
+def test_a_stale_handle_is_opened_again_a_few_times(mount: Mount, call: NfsCall) -> None:
     mount.healthy.put_new(ObjectKind.PACK, PACK, [b"data"])
     first = call == "open"
     few = [(first + at, NfsFault(call, errno.ESTALE)) for at in range(TRIES_MAX - 1)]
@@ -311,7 +319,7 @@ def test_a_stale_handle_is_opened_again_a_few_times(mount: Mount, call: NfsCall)
         mount.backend(*many).get_range(ObjectKind.PACK, PACK, 0, memoryview(into))
 
 
-def test_a_removed_object_is_noticed_through_an_open_descriptor(mount: Mount):
+def test_a_removed_object_is_noticed_through_an_open_descriptor(mount: Mount) -> None:
     backend = mount.backend()
     into = memoryview(bytearray(4))
     mount.healthy.put_new(ObjectKind.PACK, PACK, [b"data"])
@@ -322,7 +330,7 @@ def test_a_removed_object_is_noticed_through_an_open_descriptor(mount: Mount):
         backend.get_range(ObjectKind.PACK, PACK, 0, into)
 
 
-def test_a_repaired_object_is_noticed_when_it_grew(tmp_path: Path):
+def test_a_repaired_object_is_noticed_when_it_grew(tmp_path: Path) -> None:
     PosixBackend.create(tmp_path / "s")
     reader, repairer = PosixBackend(tmp_path / "s"), PosixBackend(tmp_path / "s")
     repairer.put_new(ObjectKind.PACK, PACK, [b"tor"])
@@ -335,7 +343,7 @@ def test_a_repaired_object_is_noticed_when_it_grew(tmp_path: Path):
     assert into == b"whole"
 
 
-def test_descriptors_are_bounded_and_closed(tmp_path: Path):
+def test_descriptors_are_bounded_and_closed(tmp_path: Path) -> None:
     PosixBackend.create(tmp_path / "s")
     opened = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     store = PosixBackend(tmp_path / "s")
@@ -349,7 +357,7 @@ def test_descriptors_are_bounded_and_closed(tmp_path: Path):
     assert len(os.listdir("/proc/self/fd")) == opened  # noqa: PTH208
 
 
-def test_listings_pass_over_what_vanishes(mount: Mount):
+def test_listings_pass_over_what_vanishes(mount: Mount) -> None:
     """Give the client an old listing of files and folders, some of which are gone."""
     backend = mount.backend()
     for number in range(1, 4):
@@ -371,7 +379,7 @@ def test_listings_pass_over_what_vanishes(mount: Mount):
 )  # fmt: skip
 def test_a_listing_that_cannot_be_complete_fails(
     mount: Mount, call: NfsCall, number: int, error: type[SnapError]
-):
+) -> None:
     mount.healthy.put_new(ObjectKind.REF, REF, [b"x"])
     with pytest.raises(error):
         [*mount.backend((1, NfsFault(call, number))).list(ObjectKind.REF)]
@@ -392,7 +400,7 @@ def litter(folder: Path, name: str) -> list[Path]:
     return made
 
 
-def test_only_objects_are_listed(store: PosixBackend, tmp_path: Path):
+def test_only_objects_are_listed(store: PosixBackend, tmp_path: Path) -> None:
     root = tmp_path / "store"
     store.put_new(ObjectKind.PACK, PACK, [b"x"])
     store.put_new(ObjectKind.REF, REF, [b"x"])
@@ -415,7 +423,7 @@ def test_only_objects_are_listed(store: PosixBackend, tmp_path: Path):
 @pytest.mark.parametrize("sort", range(5))
 def test_what_is_no_file_is_neither_read_nor_overwritten(
     store: PosixBackend, tmp_path: Path, sort: int
-):
+) -> None:
     """Put a fifo, socket, symlink, directory or loop where an object would be."""
     folder = tmp_path / "store/refs/a/@v"
     folder.mkdir(parents=True)
@@ -433,7 +441,7 @@ def test_what_is_no_file_is_neither_read_nor_overwritten(
 
 def test_a_file_where_a_folder_should_be_is_an_error_of_writers(
     store: PosixBackend, tmp_path: Path
-):
+) -> None:
     (tmp_path / "store/packs").touch()
     with pytest.raises(ObjectNotFound):
         store.stat(ObjectKind.PACK, PACK)
@@ -454,7 +462,7 @@ def leave_behind(root: Path, *, name: str, age_s: float) -> Path:
     return path
 
 
-def test_sweeping_removes_old_files_of_ours_only(store: PosixBackend, tmp_path: Path):
+def test_sweeping_removes_old_files_of_ours_only(store: PosixBackend, tmp_path: Path) -> None:
     root = tmp_path / "store"
     old = [leave_behind(root, name=f"put-{number:032x}", age_s=7200) for number in range(3)]
     kept = [
@@ -470,7 +478,7 @@ def test_sweeping_removes_old_files_of_ours_only(store: PosixBackend, tmp_path: 
     assert store.sweep_temporaries(3600) == 0
 
 
-def test_sweeping_goes_by_the_clock_of_the_server():
+def test_sweeping_goes_by_the_clock_of_the_server() -> None:
     """Let the client's clock be a year ahead: a young file must stay."""
     theirs, ours = ManualClock(start_ns=10**18), ManualClock(start_ns=10**18 + 31_536_000 * 10**9)
     server = NfsServer(theirs)
@@ -483,7 +491,7 @@ def test_sweeping_goes_by_the_clock_of_the_server():
     files.close(fd)
 
 
-def test_readers_do_not_sweep(tmp_path: Path):
+def test_readers_do_not_sweep(tmp_path: Path) -> None:
     PosixBackend.create(tmp_path / "s")
     with pytest.raises(AccessDenied):
         PosixBackend(tmp_path / "s", readonly=True).sweep_temporaries(0)
@@ -491,7 +499,7 @@ def test_readers_do_not_sweep(tmp_path: Path):
 
 def test_a_store_without_its_folder_for_temporaries_gets_it_back(
     store: PosixBackend, tmp_path: Path
-):
+) -> None:
     (tmp_path / "store/tmp").rmdir()
     store.put_new(ObjectKind.REF, REF, [b"x"])
     assert read(store, ObjectKind.REF, REF) == b"x"
@@ -500,7 +508,7 @@ def test_a_store_without_its_folder_for_temporaries_gets_it_back(
 # --- the root ---
 
 
-def test_creating_syncs_every_folder_it_makes(tmp_path: Path):
+def test_creating_syncs_every_folder_it_makes(tmp_path: Path) -> None:
     files = KillableFiles(OsFileCalls())
     PosixBackend.create(tmp_path / "a/b/c", files=files)
     synced = {call.path for call in files.calls if call.call == "fsync"}
@@ -508,7 +516,7 @@ def test_creating_syncs_every_folder_it_makes(tmp_path: Path):
     PosixBackend.create(tmp_path / "a/b/c").put_new(ObjectKind.REF, REF, [b"x"])
 
 
-def test_a_symlink_to_a_store_is_a_store(tmp_path: Path):
+def test_a_symlink_to_a_store_is_a_store(tmp_path: Path) -> None:
     PosixBackend.create(tmp_path / "s").put_new(ObjectKind.REF, REF, [b"x"])
     (tmp_path / "alias").symlink_to("s")
     assert read(PosixBackend(tmp_path / "alias"), ObjectKind.REF, REF) == b"x"
@@ -517,7 +525,7 @@ def test_a_symlink_to_a_store_is_a_store(tmp_path: Path):
 
 def test_a_relative_root_is_fixed_when_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     store = PosixBackend.create(Path("s"))
     monkeypatch.chdir("/")
@@ -526,7 +534,7 @@ def test_a_relative_root_is_fixed_when_it_is_opened(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
-def test_a_root_that_cannot_be_opened_is_an_error(mount: Mount, number: int):
+def test_a_root_that_cannot_be_opened_is_an_error(mount: Mount, number: int) -> None:
     with pytest.raises((TransientBackendError, AccessDenied)):
         mount.backend((0, NfsFault("open", number)))
 
@@ -534,7 +542,7 @@ def test_a_root_that_cannot_be_opened_is_an_error(mount: Mount, number: int):
 # --- power loss ---
 
 
-def test_a_power_loss_anywhere_leaves_all_or_nothing(mount: Mount, rng: random.Random):
+def test_a_power_loss_anywhere_leaves_all_or_nothing(mount: Mount, rng: random.Random) -> None:
     """Lose power before each file call in turn, and with it all that was not synced."""
     for calls in range(100):
         name, data = f"n{calls}/@v/00000001", rng.randbytes(100)
@@ -565,7 +573,7 @@ def dies(work: Callable[[], None]) -> bool:
 
 
 @pytest.mark.parametrize("run", range(20))
-def test_a_storm_loses_nothing_that_was_promised(run: int, rng: random.Random):
+def test_a_storm_loses_nothing_that_was_promised(run: int, rng: random.Random) -> None:
     """Several clients write, read and delete while everything fails now and then.
 
     A write that returned must be readable with its bytes until it is deleted; one that failed may

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+from typing_extensions import override
 
 from snapstore.backend.base import ObjectInfo, ObjectKind
 from snapstore.backend.memory import MemoryBackend
@@ -13,6 +14,9 @@ from snapstore.backend.retry import RetryingBackend, RetryPolicy
 from snapstore.errors import ObjectNotFound, OutOfSpace, TransientBackendError
 from snapstore.testing.clock import ManualClock
 from snapstore.testing.faults import Fault, FaultyBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PACK = "5a" * 32
 POLICY = RetryPolicy(attempts_max=4, delay_s_first=1.0, delay_s_max=3.0, total_s_max=100.0)
@@ -31,7 +35,7 @@ def backend_with(
 
 
 @pytest.mark.parametrize("fault", [Fault.FAIL_BEFORE, Fault.LOST_REPLY])
-def test_every_verb_is_tried_again(fault: Fault, clock: ManualClock):
+def test_every_verb_is_tried_again(fault: Fault, clock: ManualClock) -> None:
     backend, faulty = backend_with({0: fault, 2: fault, 4: fault, 6: fault, 8: fault}, clock)
     into = bytearray(3)
     backend.put_new(ObjectKind.PACK, PACK, [b"abc"])
@@ -43,7 +47,7 @@ def test_every_verb_is_tried_again(fault: Fault, clock: ManualClock):
     assert faulty.operations == 10
 
 
-def test_pauses_double_up_to_a_limit_with_jitter(clock: ManualClock):
+def test_pauses_double_up_to_a_limit_with_jitter(clock: ManualClock) -> None:
     backend, _ = backend_with(dict.fromkeys(range(3), Fault.FAIL_BEFORE), clock)
     backend.delete(ObjectKind.PACK, PACK)
     assert [
@@ -53,7 +57,7 @@ def test_pauses_double_up_to_a_limit_with_jitter(clock: ManualClock):
     assert len(set(clock.slept_s)) == 3
 
 
-def test_the_same_seed_waits_alike():
+def test_the_same_seed_waits_alike() -> None:
     slept = []
     for _ in range(2):
         clock = ManualClock()
@@ -63,7 +67,7 @@ def test_the_same_seed_waits_alike():
     assert slept[0] == slept[1]
 
 
-def test_the_last_error_is_raised_with_the_number_of_tries(clock: ManualClock):
+def test_the_last_error_is_raised_with_the_number_of_tries(clock: ManualClock) -> None:
     backend, faulty = backend_with(dict.fromkeys(range(99), Fault.FAIL_BEFORE), clock)
     with pytest.raises(TransientBackendError, match="operation 3 failed") as caught:
         backend.stat(ObjectKind.PACK, PACK)
@@ -71,7 +75,7 @@ def test_the_last_error_is_raised_with_the_number_of_tries(clock: ManualClock):
     assert caught.value.__notes__ == [f"tried 4 times in {sum(clock.slept_s):.1f} s"]
 
 
-def test_no_pause_goes_beyond_the_total_time(clock: ManualClock):
+def test_no_pause_goes_beyond_the_total_time(clock: ManualClock) -> None:
     policy = RetryPolicy(attempts_max=1000, delay_s_first=1.0, delay_s_max=8.0, total_s_max=30.0)
     backend, _ = backend_with(dict.fromkeys(range(1000), Fault.FAIL_BEFORE), clock, policy)
     with pytest.raises(TransientBackendError):
@@ -79,7 +83,7 @@ def test_no_pause_goes_beyond_the_total_time(clock: ManualClock):
     assert 20 < clock.monotonic_s() <= 30
 
 
-def test_what_no_retry_helps_is_raised_at_once(clock: ManualClock):
+def test_what_no_retry_helps_is_raised_at_once(clock: ManualClock) -> None:
     backend, faulty = backend_with({1: Fault.FULL_DISK}, clock)
     with pytest.raises(ObjectNotFound):
         backend.stat(ObjectKind.PACK, PACK)
@@ -89,10 +93,11 @@ def test_what_no_retry_helps_is_raised_at_once(clock: ManualClock):
     assert clock.slept_s == []
 
 
-def test_a_listing_that_breaks_starts_over_without_repeating_a_name(clock: ManualClock):
+def test_a_listing_that_breaks_starts_over_without_repeating_a_name(clock: ManualClock) -> None:
     class Breaking(MemoryBackend):
         broken = False
 
+        @override
         def list(self, kind: ObjectKind, prefix: str = "") -> Iterator[ObjectInfo]:
             for info in super().list(kind, prefix):
                 yield info

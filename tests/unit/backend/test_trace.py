@@ -43,7 +43,7 @@ def backend(hook: Hook) -> TracingBackend:
     return TracingBackend(MemoryBackend(), clock=hook.clock, hook=hook)
 
 
-def test_operations_bytes_errors_and_seconds_are_counted(backend: TracingBackend):
+def test_operations_bytes_errors_and_seconds_are_counted(backend: TracingBackend) -> None:
     backend.put_new(ObjectKind.PACK, PACK, [b"abc", b"", b"defg"])
     backend.get_range(ObjectKind.PACK, PACK, 1, memoryview(bytearray(2)))
     backend.get_range(ObjectKind.PACK, PACK, 2, memoryview(bytearray(3)))
@@ -60,7 +60,7 @@ def test_operations_bytes_errors_and_seconds_are_counted(backend: TracingBackend
     }
 
 
-def test_the_hook_sees_every_operation(backend: TracingBackend, hook: Hook):
+def test_the_hook_sees_every_operation(backend: TracingBackend, hook: Hook) -> None:
     backend.put_new(ObjectKind.PACK, PACK, [b"abc"])
     with pytest.raises(ObjectNotFound):
         backend.get_range(ObjectKind.PACK, "00" * 32, 5, memoryview(bytearray(2)))
@@ -70,7 +70,7 @@ def test_the_hook_sees_every_operation(backend: TracingBackend, hook: Hook):
     ]
 
 
-def test_the_hook_may_stop_an_operation(backend: TracingBackend, hook: Hook):
+def test_the_hook_may_stop_an_operation(backend: TracingBackend, hook: Hook) -> None:
     hook.fail_before = 0
     with pytest.raises(TransientBackendError, match="before"):
         backend.put_new(ObjectKind.PACK, PACK, [b"abc"])
@@ -79,18 +79,18 @@ def test_the_hook_may_stop_an_operation(backend: TracingBackend, hook: Hook):
     assert backend.counts["put_new"] == VerbCounts(1, 1, 0, 2.0)
 
 
-def test_the_hook_may_lose_a_reply(backend: TracingBackend, hook: Hook):
+def test_the_hook_may_lose_a_reply(backend: TracingBackend, hook: Hook) -> None:
     hook.fail_after = 0
     with pytest.raises(TransientBackendError, match="after"):
         backend.put_new(ObjectKind.PACK, PACK, [b"abc"])
     assert backend.stat(ObjectKind.PACK, PACK).size_bytes == 3
 
 
-def test_a_listing_that_is_left_early_is_one_operation(backend: TracingBackend, hook: Hook):
+def test_a_listing_that_is_left_early_is_one_operation(backend: TracingBackend, hook: Hook) -> None:
     for number in range(3):
         backend.put_new(ObjectKind.PACK, f"{number:064x}", [b"x"])
     listing = backend.list(ObjectKind.PACK)
     next(listing)
-    listing.close()
+    del listing
     assert backend.counts["list"].operations == 1
     assert hook.seen[-1][1] == "NoneType"

@@ -84,8 +84,11 @@ def test_compression_is_used_only_where_it_pays() -> None:
     noise = np.random.default_rng(1).bytes(1000)
     data = build(
         LAYOUT_MAGIC,
-        [Section(b"AAAA", bytes(1000), compress=True), Section(b"BBBB", noise, compress=True)]
-        + [Section(b"CCCC", b"", compress=True)],
+        [
+            Section(b"AAAA", bytes(1000), compress=True),
+            Section(b"BBBB", noise, compress=True),
+            Section(b"CCCC", b"", compress=True),
+        ],
     ).to_bytes()
     envelope = parse_whole(data, magic=LAYOUT_MAGIC)
     assert [info.encoding for info in envelope.sections] == [1, 0, 0]

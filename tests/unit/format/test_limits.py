@@ -15,7 +15,9 @@ def numbers(what: str) -> list[int]:
     text = SPECIFICATION.read_text().split("## 4. Limits")[1].split("## 5.")[0]
     (row,) = re.findall(rf"^\| {re.escape(what)} \| (.*) \|$", text, re.MULTILINE)
     found = []
-    for power, number, unit in re.findall(r"2([⁰¹²³⁴-⁹]+)(?:−1)?|([0-9,]+) ?(KiB|MiB|GiB)?", row):
+    for power, number, unit in re.findall(
+        r"2([⁰¹²³⁴-⁹]+)(?:\u22121)?|([0-9,]+) ?(KiB|MiB|GiB)?", row
+    ):
         if power:
             found.append(1 << int(power.translate(POWERS)))
         elif number.strip(","):

@@ -26,7 +26,7 @@ def test_rows_are_seen_in_place() -> None:
 
 
 def test_ids_that_differ_late_are_sorted() -> None:
-    """Equal in the first eight bytes, so that all four words decide, on signed and unsigned sides."""
+    """Equal in the first eight bytes, so that the other words decide, also with their top bit."""
     same = b"\x80" * 8
     ids = [same + bytes([one]) * 8 + bytes([two]) * 16 for one in (255, 1, 128) for two in (3, 2)]
     found = [ids[row] for row in order_of_ids(ids_of(*ids))]

