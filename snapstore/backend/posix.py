@@ -256,7 +256,10 @@ class PosixBackend:
 
     def _require_writable(self, doing: str) -> None:
         if not self._capabilities.writable:
-            raise AccessDenied(f"{doing}: {self._capabilities.url} is open for reading only")
+            raise AccessDenied(
+                f"{doing}: {self._capabilities.url} is open for reading only",
+                next_step="check how the store is mounted, or use another one",
+            )
 
 
 def _what(kind: ObjectKind, name: str) -> str:

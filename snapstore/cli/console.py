@@ -80,6 +80,8 @@ class Console:
             }
             print(msgspec.json.encode(document, order="sorted").decode(), flush=True)
         self._err.print(f"error: {error}")
+        for note in getattr(error, "__notes__", ()):
+            self._err.print(f"note: {note}")
         if error.next_step:
             self._err.print(f"next: {error.next_step}")
 
@@ -128,6 +130,8 @@ class _PlainProgress:
         if now.phase != self._phase:
             self._phase = now.phase
             self._started_s = self._shown_s = moment_s
+            total = f": {format_bytes(now.total_bytes)}" if now.total_bytes else ""
+            self._console.print(f"{now.phase}{total}")
             return
         if moment_s - self._shown_s < _PLAIN_INTERVAL_S:
             return

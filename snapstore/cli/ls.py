@@ -29,7 +29,7 @@ def ls(
         command(json=json, quiet=quiet) as console,
         open_store(store_url(store), readonly=True) as opened,
     ):
-        for found in opened.list(prefix):
+        for found in opened.list(prefix, damaged=lambda _, error: console.warn(str(error))):
             try:
                 manifest = opened.snapshot(found.name).manifest
             except SnapError as error:

@@ -38,10 +38,16 @@ def show(
     ):
         summary = opened.show(name)
         if json:
-            document = msgspec.to_builtins(summary, enc_hook=str)
-            console.result(document, "")
+            console.result(_document(summary), "")
         else:
             _print(console, summary, all_streams=all_streams)
+
+
+def _document(summary: SnapshotSummary) -> dict[str, object]:
+    document: dict[str, object] = msgspec.to_builtins(summary)
+    # Ids are values with raw bytes, which would come out as base64.
+    ranks = [{**msgspec.to_builtins(rank), "id": rank.id.hex} for rank in summary.ranks]
+    return {**document, "id": summary.id.hex, "ranks": ranks}
 
 
 def _print(console: Console, summary: SnapshotSummary, *, all_streams: bool) -> None:

@@ -306,9 +306,8 @@ def _parse_directory(
             raise Malformed(f"{where}: offset {info.offset} does not follow the section before")
         _check_lengths(info, where=where, magic=magic)
         end = info.end
-        if end > length:
-            raise Malformed(f"{where}: ends at {end}, beyond the object's {length} bytes")
         sections.append(info)
+    # Each section begins where the one before ends, so the last end bounds all of them.
     if end != length:
         raise Malformed(f"{what}: {length} bytes, but its last section ends at {end}")
     return tuple(sections)

@@ -14,7 +14,6 @@ from snapstore.format.canonical import (
     Natural,
     Time,
     Word,
-    check_bytes_max,
     check_time,
     decode_document,
     encode,
@@ -84,7 +83,6 @@ def encode_snapshot(manifest: RootManifest) -> tuple[bytes, SnapshotId]:
         LimitExceeded: It is too large.
     """
     data = encode(manifest, what="root manifest")
-    check_bytes_max(len(data), limits.SNAPSHOT_BYTES_MAX, what="root manifest")
     decode_snapshot(data)
     return data, SnapshotId.of(data)
 

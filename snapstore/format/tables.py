@@ -151,7 +151,6 @@ def check_runs(streams: Rows, lengths: U64, *, what: str) -> None:
     total = len(lengths)
     refuse_over(stream_lengths, limits.STREAM_BYTES_MAX, what=f"{what} STRM", reason="length")
     # Bounded by the number of rows first, so that the sums below cannot wrap.
-    refuse(firsts > total, what=f"{what} STRM", reason="first row is beyond the table")
     refuse(counts > total, what=f"{what} STRM", reason="more rows than the table has")
     ends = np.zeros(len(streams) + 1, np.uint64)
     np.cumsum(counts, out=ends[1:])

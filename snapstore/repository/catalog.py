@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from snapstore.backend.base import Backend, ObjectKind
-from snapstore.errors import ObjectNotFound
+from snapstore.errors import FormatError, IntegrityError, ObjectNotFound, RangeNotSatisfiable
 from snapstore.format import limits
 from snapstore.format.index import IndexTables, parse_index
 from snapstore.format.tables import U64, id_words
@@ -22,13 +22,16 @@ from snapstore.ids import Digest
 from snapstore.repository.objects import read_object
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from snapstore.repository.frames import FrameTable, Numbers
 
-__all__ = ["MISSING", "Catalog", "Places"]
+__all__ = ["MISSING", "Catalog", "Loaded", "Places"]
 
 MISSING = -1
 _ROW_BYTES = 56
 _MERGE_RATIO = 4
+_TIED_IDS_MAX = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +66,33 @@ class _Run:
         return len(self.frames)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was passed over when the store's indexes were read.
+
+    Attributes:
+        damaged: Indexes by name, and what is wrong with each.
+        lost: Packs that indexes list, and that are gone or have another length.
+    """
+
+    damaged: Mapping[str, str]
+    lost: Collection[str]
+
+    @property
+    def warnings(self) -> list[str]:
+        """It in sentences."""
+        found = [
+            f"index {name[:12]} is damaged ({reason}): what only it lists counts as unknown"
+            for name, reason in sorted(self.damaged.items())
+        ]
+        if self.lost:
+            found.append(
+                f"{len(self.lost)} packs that indexes list are gone or cut short, the first is "
+                f"{min(self.lost)[:12]}: what only they hold counts as unknown"
+            )
+        return found
+
+
 class Catalog:
     """Chunk id to place, for as many chunks as the budget allows."""
 
@@ -71,15 +101,23 @@ class Catalog:
         self._rows_max = max(budget_bytes // _ROW_BYTES, 4096)
         self._runs: list[_Run] = []
 
-    def load(self, backend: Backend) -> None:
+    def load(self, backend: Backend, *, without: Collection[str] = ()) -> Loaded:
         """Read the store's indexes, newest first, until the budget is full.
 
         Where a chunk has several places the newest index wins: its frames are more likely to hold
-        what today's snapshots need next to each other.
+        what today's snapshots need next to each other. What cannot be relied on is passed over:
+        damaged indexes, and packs that are gone or have another length than they should. Chunks
+        that only these have count as unknown.
+
+        Args:
+            backend: The store.
+            without: Packs that must not be relied on.
         """
         infos = sorted(
             backend.list(ObjectKind.INDEX), key=lambda info: (-info.modified_ns, info.name)
         )
+        present = _PresentPacks(backend, without)
+        damaged: dict[str, str] = {}
         superseded: set[str] = set()
         loaded = 0
         for info in infos:
@@ -89,13 +127,20 @@ class Catalog:
                 data = read_object(
                     backend, ObjectKind.INDEX, info.name, limit_bytes=limits.INDEX_BYTES_MAX
                 )
+                tables = parse_index(data, root=Digest.parse(info.name))
             except ObjectNotFound:
                 continue  # A listing may be stale: the index was merged into another since.
-            tables = parse_index(data, root=Digest.parse(info.name))
+            except (FormatError, IntegrityError, RangeNotSatisfiable) as error:
+                damaged[info.name] = str(error)
+                continue
             superseded.update(digest.hex for digest in tables.supersedes)
+            tables = present.only(tables)
             self._add_tables(tables)
             loaded += len(tables.chunks)
         self._merge_all()
+        for name in superseded:
+            damaged.pop(name, None)
+        return Loaded(damaged, present.lost)
 
     def add(
         self,
@@ -123,11 +168,9 @@ class Catalog:
         for run in reversed(self._runs):
             if not len(open_rows) or not len(run):
                 continue
-            wanted = words[open_rows]
-            at = np.searchsorted(run.first, wanted[:, 0])
-            at[at == len(run)] = 0
-            hit = (run.words[at] == wanted).all(axis=1)
-            rows, found = open_rows[hit], at[hit]
+            found = _find(run, words[open_rows])
+            hit = found != MISSING
+            rows, found = open_rows[hit], found[hit]
             places.frames[rows] = run.frames[found]
             places.offsets[rows] = run.offsets[found]
             places.lengths[rows] = run.lengths[found]
@@ -159,13 +202,71 @@ class Catalog:
             self._runs.remove(max(self._runs, key=len))
 
 
+class _PresentPacks:
+    """Tells which packs of an index are there, so that nothing is believed to be stored in vain."""
+
+    def __init__(self, backend: Backend, without: Collection[str]) -> None:
+        self._backend = backend
+        self._without = without
+        self._sizes = {info.name: info.size_bytes for info in backend.list(ObjectKind.PACK)}
+        self.lost: set[str] = set()
+
+    def only(self, tables: IndexTables) -> IndexTables:
+        """Leave out of an index what lies in packs that cannot be relied on."""
+        usable = np.array(
+            [self._is_usable(bytes(raw).hex(), length) for raw, length in tables.packs.tolist()],
+            np.bool_,
+        )
+        if usable.all():
+            return tables
+        in_frames = usable[tables.frames["pack"]]
+        frames = tables.frames[in_frames]
+        frames["pack"] = (np.cumsum(usable) - 1)[frames["pack"]]
+        chunks = tables.chunks[in_frames[tables.chunks["frame"]]]
+        chunks["frame"] = (np.cumsum(in_frames) - 1)[chunks["frame"]]
+        packs = tables.packs[usable]
+        return dataclasses.replace(tables, packs=packs, frames=frames, chunks=chunks)
+
+    def _is_usable(self, name: str, length: int) -> bool:
+        if name in self._without:
+            return False
+        if name not in self._sizes:
+            # A listing may be stale: reads by name are not.
+            try:
+                self._sizes[name] = self._backend.stat(ObjectKind.PACK, name).size_bytes
+            except ObjectNotFound:
+                self._sizes[name] = -1
+        if self._sizes[name] != length:
+            self.lost.add(name)
+            return False
+        return True
+
+
+def _find(run: _Run, wanted: U64) -> npt.NDArray[np.int64]:
+    """Find the row of each id in a run, or `MISSING`."""
+    at = np.searchsorted(run.first, wanted[:, 0])
+    at[at == len(run)] = 0
+    found = np.where((run.words[at] == wanted).all(axis=1), at, MISSING)
+    # Ids that share their first eight bytes with another are not in chunks that anybody has by
+    # chance. A few are looked for, so that such a pair is no way to make a chunk unreadable.
+    open_rows = np.flatnonzero((found == MISSING) & (run.first[at] == wanted[:, 0]))
+    for step in range(1, _TIED_IDS_MAX):
+        next_at = np.minimum(at[open_rows] + step, len(run) - 1)
+        tied = run.first[next_at] == wanted[open_rows, 0]
+        open_rows, next_at = open_rows[tied], next_at[tied]
+        hit = (run.words[next_at] == wanted[open_rows]).all(axis=1)
+        found[open_rows[hit]] = next_at[hit]
+        open_rows = open_rows[~hit]
+    return found
+
+
 def _merge(runs: list[_Run]) -> _Run:
     """Merge runs into one; of equal ids the one in the earlier run stays."""
     words = np.concatenate([run.words for run in runs])
     order = np.argsort(words[:, 0], kind="stable")
     words = words[order]
     # Equal ids follow one another unless two ids share their first eight bytes; then one more row
-    # survives, which is only ever found or not found, never wrong.
+    # survives, behind the newer one, which is found first.
     keep = np.ones(len(words), np.bool_)
     keep[1:] = (words[1:] != words[:-1]).any(axis=1)
     order = order[keep]

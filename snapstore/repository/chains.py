@@ -9,14 +9,27 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from snapstore.errors import Malformed, ObjectExists, ObjectNotFound, RefConflict
+from snapstore.errors import (
+    LimitExceeded,
+    Malformed,
+    ObjectExists,
+    ObjectNotFound,
+    RefConflict,
+)
 from snapstore.format import limits
 from snapstore.repository.objects import read_object
 
 if TYPE_CHECKING:
     from snapstore.backend.base import Backend, ObjectKind
 
-__all__ = ["Generation", "append_generation", "head_number", "read_head", "read_history"]
+__all__ = [
+    "Generation",
+    "append_generation",
+    "generation_numbers",
+    "head_number",
+    "read_head",
+    "read_history",
+]
 
 _NUMBER_MAX = 99_999_999
 
@@ -30,14 +43,21 @@ class Generation:
 
 
 def head_number(backend: Backend, kind: ObjectKind, chain: str) -> int:
-    """Find the newest generation's number; 0 if nobody ever wrote one.
+    """Find the newest generation's number; 0 if nobody ever wrote one."""
+    return next(iter(generation_numbers(backend, kind, chain)), 0)
+
+
+def generation_numbers(backend: Backend, kind: ObjectKind, chain: str) -> list[int]:
+    """Find the numbers of all generations that are there, newest first.
 
     The listing may be stale, so numbers after the highest listed one are probed until absent (C3).
     """
-    number = max(_listed(backend, kind, chain), default=0)
-    while _exists(backend, kind, f"{chain}/{number + 1:08d}"):
+    numbers = sorted(_listed(backend, kind, chain))
+    number = numbers[-1] if numbers else 0
+    while number < _NUMBER_MAX and _exists(backend, kind, f"{chain}/{number + 1:08d}"):
         number += 1
-    return number
+        numbers.append(number)
+    return numbers[::-1]
 
 
 def read_head(backend: Backend, kind: ObjectKind, chain: str) -> Generation | None:
@@ -48,11 +68,9 @@ def read_head(backend: Backend, kind: ObjectKind, chain: str) -> Generation | No
 
 def read_history(backend: Backend, kind: ObjectKind, chain: str) -> list[Generation]:
     """Read all generations that are still there, oldest first."""
-    head = read_head(backend, kind, chain)
-    if head is None:
-        return []
-    older = (_read(backend, kind, chain, number) for number in range(1, head.number))
-    return [*(generation for generation in older if generation is not None), head]
+    numbers = reversed(generation_numbers(backend, kind, chain))
+    found = (_read(backend, kind, chain, number) for number in numbers)
+    return [generation for generation in found if generation is not None]
 
 
 def append_generation(
@@ -64,10 +82,14 @@ def append_generation(
 
     Raises:
         RefConflict: Somebody else wrote that number first. Read the chain again and decide anew.
+        LimitExceeded: There are no more numbers.
     """
     number = after + 1
     if number > _NUMBER_MAX:
-        raise RefConflict(f"{kind.value} {chain}: the chain is full at {_NUMBER_MAX} generations")
+        raise LimitExceeded(
+            f"{kind.value} {chain}: the chain is full at generation {_NUMBER_MAX}",
+            next_step="use another name",
+        )
     try:
         backend.put_new(kind, f"{chain}/{number:08d}", [body])
     except ObjectExists as error:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.layout import key_of
 from snapstore.compression import Codec, decode_frame
 from snapstore.errors import DigestMismatch, MissingPack, ObjectNotFound, RangeNotSatisfiable
 from snapstore.format import limits
 from snapstore.repository.buffers import BufferPool
+from snapstore.repository.objects import about
 from snapstore.repository.read_plan import Destination, ReadPlan, ReadUnit
 
 if TYPE_CHECKING:
@@ -118,7 +120,8 @@ class _Fetch:
             except (ObjectNotFound, RangeNotSatisfiable) as error:
                 raise MissingPack(
                     f"pack {unit.pack.short} is gone or cut short, at offset {unit.offset}",
-                    next_step="if a prune ran meanwhile, pull again; else `snapstore verify`",
+                    next_step="if somebody removed data meanwhile, pull again; else push the same "
+                    "tree again, which sends what is missing",
                 ) from error
             for row in range(unit.first, unit.last):
                 self._frame(unit, row, stored)
@@ -128,19 +131,21 @@ class _Fetch:
         offset = int(frame["offset"])
         begin = offset - unit.offset
         data = stored[begin : begin + int(frame["stored_length"])]
-        if xxhash.xxh3_128_digest(data) != bytes(frame["checksum"]):
-            raise DigestMismatch(
-                f"frame at offset {offset} of pack {unit.pack.short} is damaged",
-                next_step="`snapstore verify` tells what else is; push the same data again",
-            )
-        codec = int(frame["codec"])
-        if codec == Codec.RAW and len(data) == frame["plain_length"]:
-            self._distribute(row, data)
-            return
-        with self._decoded.borrowed() as buffer:
-            decoded = buffer[: int(frame["plain_length"])].data
-            decode_frame(codec, data, decoded)
-            self._distribute(row, decoded)
+        key = key_of(ObjectKind.PACK, unit.pack.hex)
+        with about(
+            f"frame at offset {offset} of pack {unit.pack.short}",
+            next_step=f"move {key} away and push the same tree again, or pull another snapshot",
+        ):
+            if xxhash.xxh3_128_digest(data) != bytes(frame["checksum"]):
+                raise DigestMismatch("damaged, its checksum differs")
+            codec = int(frame["codec"])
+            if codec == Codec.RAW and len(data) == frame["plain_length"]:
+                self._distribute(row, data)
+                return
+            with self._decoded.borrowed() as buffer:
+                decoded = buffer[: int(frame["plain_length"])].data
+                decode_frame(codec, data, decoded)
+                self._distribute(row, decoded)
 
     def _distribute(self, row: int, decoded: memoryview) -> None:
         for destination in self._plan.destinations(row):

@@ -105,8 +105,13 @@ class _LargeFile:
             for start in range(begin, end, WINDOW_BYTES):
                 yield self._window(start, min(WINDOW_BYTES, end - start))
             position = max(position, end)
-        if position < size:
-            yield Window(size - position, None)
+        # What is not a whole window is cut as if it were there, so that a file has the same chunks
+        # whether its zeros were written or not.
+        whole = size // WINDOW_BYTES * WINDOW_BYTES
+        if position < whole:
+            yield Window(whole - position, None)
+        if max(position, whole) < size:
+            yield self._window(whole, size - whole)
 
     def finish(self) -> None:
         check_unchanged(self.fd, self.tree.identities[self.entry.path])

@@ -20,6 +20,9 @@ CODED_FRAME_BYTES = 1 * MIB
 _RUN_BYTES_MIN = 64 * KIB
 """A shorter run of another texture is not worth a frame of its own."""
 
+_WITHOUT_NUMBERS = frozenset({0b0000, 0b1111})
+"""Textures of noise and of text, which is all the same to their codecs how spans line up."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FramePlan:
@@ -29,7 +32,8 @@ class FramePlan:
         rows: Numbers of the chunks among those of the window.
         spans: `(start, end)` in the window of the runs of bytes that make up the frame.
         texture: Bit mask of the byte positions modulo 4 that repeat.
-        phase: Stream offset of the frame's first byte modulo 4, for all spans alike.
+        phase: Offset in the window of the frame's first byte modulo 4; for all spans alike if the
+            texture tells of numbers.
         length: Bytes of the frame.
     """
 
@@ -68,7 +72,8 @@ def plan_frames(
     for index, (start, stop) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
         size = stop - start
         # Spans of one frame must agree in their offset modulo 4, or numbers would not line up.
-        apart = index > 0 and (start - int(end[index - 1])) % 4 != 0
+        apart = index > first and (start - int(end[index - 1])) % 4 != 0
+        apart = apart and int(mask[first]) not in _WITHOUT_NUMBERS
         if index > first and (mask[index] != mask[first] or length + size > limit or apart):
             plans.append(_plan(rows, begin, end, int(mask[first]), first, index))
             first, length = index, 0

@@ -71,7 +71,7 @@ def derive_layout(
     """
     frames = FrameTable()
     catalog = Catalog(frames, budget_bytes=1 << 40)
-    catalog.load(backend)
+    loaded = catalog.load(backend)
     data = extents["chunk_length"] != 0
     places = catalog.lookup(id_words(extents["id"][data]))
     lost = places.frames == MISSING
@@ -79,8 +79,8 @@ def derive_layout(
         first = ChunkId(bytes(extents["id"][data][int(lost.argmax())]))
         raise MissingChunk(
             f"{int(lost.sum())} chunks of rank manifest {rank_id.short} are in no index, the "
-            f"first is {first.short}",
-            next_step="push the same data again, or pull another snapshot",
+            f"first is {first.short}" + "".join(f"; {text}" for text in loaded.warnings),
+            next_step="push the same tree again, or pull another snapshot",
         )
     numbers = np.full(len(extents), ZERO_FRAME, np.int64)
     offsets = np.zeros(len(extents), np.int64)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from snapstore.backend.base import Backend, ObjectKind
 from snapstore.clock import Clock, format_utc
-from snapstore.errors import LeaseLost, RefConflict
+from snapstore.errors import FormatError, LeaseLost, RefConflict
 from snapstore.format.lease import Lease, LeaseState, encode_lease
 from snapstore.format.mark import Mark, MarkState, decode_mark, encode_mark
 from snapstore.repository.chains import append_generation, read_head
+from snapstore.repository.objects import about
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,7 +95,10 @@ class PushLease:
 
 
 def deleting_names(backend: Backend, kind: ObjectKind) -> frozenset[str]:
-    """Names of a kind that are being removed for good, so that nothing may rely on them."""
+    """Names of a kind that are being removed for good, so that nothing may rely on them.
+
+    Where nobody can read the mark any more, it may have said so.
+    """
     return frozenset(
         name for name in _marked(backend, kind) if _state(backend, kind, name) is MarkState.DELETING
     )
@@ -110,8 +114,9 @@ def revive(backend: Backend, clock: Clock, kind: ObjectKind, names: Iterable[str
     for name in sorted(marked.intersection(names)):
         chain = f"{kind.value}/{name}"
         while True:
-            head = read_head(backend, ObjectKind.MARK, chain)
-            state = decode_mark(head.body).state if head is not None else MarkState.REVIVED
+            with about(f"mark {chain}", next_step=f"move marks/{chain} away and push again"):
+                head = read_head(backend, ObjectKind.MARK, chain)
+                state = decode_mark(head.body).state if head is not None else MarkState.REVIVED
             if head is None or state is MarkState.REVIVED:
                 break
             if state is MarkState.DELETING:
@@ -138,5 +143,8 @@ def _marked(backend: Backend, kind: ObjectKind) -> set[str]:
 
 
 def _state(backend: Backend, kind: ObjectKind, name: str) -> MarkState | None:
-    head = read_head(backend, ObjectKind.MARK, f"{kind.value}/{name}")
-    return decode_mark(head.body).state if head is not None else None
+    try:
+        head = read_head(backend, ObjectKind.MARK, f"{kind.value}/{name}")
+        return decode_mark(head.body).state if head is not None else None
+    except FormatError:
+        return MarkState.DELETING

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Self
 
+from snapstore.format import limits
 from snapstore.repository.ingest import INGEST_BUFFER_BYTES
 from snapstore.repository.windows import WINDOW_BYTES
 from snapstore.units import MIB
@@ -20,14 +21,29 @@ _INTERPRETER_BYTES = 96 * MIB
 PACK_BYTES = 64 * MIB
 """Large enough for object storage, small enough that two of them fit most budgets."""
 
+READ_BYTES = 8 * MIB
+"""One read of neighbouring frames: more is no faster on disk, NFS or object storage."""
+
 _SMALL_BUDGET_BYTES = 512 * MIB
+_WINDOWS_MIN = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Sizes and counts of everything large that an operation allocates."""
+    """Sizes and counts of everything large that an operation allocates.
+
+    Attributes:
+        threads: Workers that read, cut, hash and encode.
+        readers: Reads in flight; fewer than `threads` where the budget forbids more.
+        window_buffers: Windows in the pipeline.
+        pack_bytes: At what size a pack is closed.
+        packs_in_flight: Packs that are filled or written at once.
+        catalog_bytes: Known chunks.
+        read_bytes: The longest read.
+    """
 
     threads: int
+    readers: int
     window_buffers: int
     pack_bytes: int
     packs_in_flight: int
@@ -41,17 +57,19 @@ class MemoryPlan:
         threads = options.threads_effective
         pack_bytes = PACK_BYTES if budget >= _SMALL_BUDGET_BYTES else 16 * MIB
         packs_in_flight = 2
-        catalog_bytes = budget // 8
         left = budget - _INTERPRETER_BYTES - packs_in_flight * (pack_bytes + 8 * MIB)
         # A window holds its buffer and, until they are packed, its encoded frames.
         per_window = INGEST_BUFFER_BYTES + WINDOW_BYTES
-        buffers = (left - catalog_bytes) // per_window
-        readers = max(2, min(2 * threads, (budget - _INTERPRETER_BYTES) // (24 * MIB)))
+        catalog_bytes = min(budget // 8, left - _WINDOWS_MIN * per_window)
+        windows = (left - catalog_bytes) // per_window
+        # A reader holds stored bytes, a decoded frame and the planes of one.
+        per_reader = READ_BYTES + 2 * limits.FRAME_PLAIN_BYTES_MAX
         return cls(
             threads=threads,
-            window_buffers=max(2, min(buffers, 2 * threads + 4)),
+            readers=min(threads, (budget - _INTERPRETER_BYTES) // per_reader),
+            window_buffers=min(windows, 2 * threads + 4),
             pack_bytes=pack_bytes,
             packs_in_flight=packs_in_flight,
             catalog_bytes=catalog_bytes,
-            read_bytes=min(8 * MIB, (budget - _INTERPRETER_BYTES) // (3 * readers)),
+            read_bytes=READ_BYTES,
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
-from snapstore.errors import LimitExceeded
+from snapstore.errors import FormatError, IntegrityError, LimitExceeded
 from snapstore.format.envelope import (
     HEADER_BYTES_MAX,
     Envelope,
@@ -15,13 +16,23 @@ from snapstore.format.envelope import (
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from snapstore.backend.base import Backend, ObjectKind
 
-__all__ = ["EnvelopeReader", "read_object"]
+__all__ = ["EnvelopeReader", "about", "read_object"]
 
 _READ_BYTES = 8 * MIB
+
+
+@contextlib.contextmanager
+def about(what: str, *, next_step: str = "") -> Iterator[None]:
+    """Let what is found to be wrong meanwhile say which object it is about, and what to do."""
+    try:
+        yield
+    except (FormatError, IntegrityError) as error:
+        step = error.next_step or next_step
+        raise type(error)(f"{what}: {error}", next_step=step) from error
 
 
 def read_object(backend: Backend, kind: ObjectKind, name: str, *, limit_bytes: int) -> bytearray:
@@ -62,7 +73,8 @@ class EnvelopeReader:
         head = bytearray(min(length, HEADER_BYTES_MAX))
         if head:
             backend.get_range(kind, name, 0, memoryview(head))
-        self.envelope: Envelope = parse_header(head, magic=magic, object_length=length)
+        with about(self._what):
+            self.envelope: Envelope = parse_header(head, magic=magic, object_length=length)
 
     def section(self, tag: bytes, *, limit_bytes: int) -> memoryview:
         """Fetch, check and decode one section into memory.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.errors import ObjectExists
 from snapstore.format import index as index_format
 from snapstore.format import limits
 from snapstore.format import pack as pack_format
@@ -26,11 +27,11 @@ from snapstore.repository.frames import FrameTable, GrowingRows
 from snapstore.units import MIB, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
     from snapstore.compression import EncodedFrame
-    from snapstore.format.envelope import Built
     from snapstore.format.tables import Rows
+    from snapstore.units import BytesLike
 
 __all__ = ["Packer", "PackerTotals"]
 
@@ -90,6 +91,7 @@ class Packer:
         pack_bytes: int,
         in_flight: int,
         deleting: Callable[[str], bool],
+        damaged_indexes: Collection[str] = (),
     ) -> None:
         """Prepare to write.
 
@@ -99,6 +101,7 @@ class Packer:
             pack_bytes: A pack is closed before it would grow beyond.
             in_flight: Packs that may be held in memory at once.
             deleting: Whether a pack of this name is being removed, so that it must not be used.
+            damaged_indexes: Names of indexes that cannot be read.
         """
         self._backend = backend
         self._frames = frames
@@ -107,6 +110,7 @@ class Packer:
         )
         self._pack_bytes = pack_bytes
         self._deleting = deleting
+        self._damaged_indexes = damaged_indexes
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapstore-pack")
         self._open: _OpenPack | None = None
         self._sealing: list[Future[_SealedPack]] = []
@@ -204,7 +208,8 @@ class Packer:
             body = pack.buffer[: pack.used]
             footer = pack_format.encode_footer(pack.frames.rows, pack.chunks.rows, offset=pack.used)
             pack_id = _hash_pack(body, footer)
-            if self._deleting(pack_id.hex):
+            is_usable = not self._deleting(pack_id.hex)
+            if not (is_usable and self._put(ObjectKind.PACK, pack_id, [body.data, footer])):
                 footer = pack_format.encode_footer(
                     pack.frames.rows,
                     pack.chunks.rows,
@@ -212,7 +217,7 @@ class Packer:
                     salt=secrets.token_bytes(limits.PACK_SALT_BYTES),
                 )
                 pack_id = _hash_pack(body, footer)
-            self._backend.put_new(ObjectKind.PACK, pack_id.hex, [body.data, footer])
+                self._backend.put_new(ObjectKind.PACK, pack_id.hex, [body.data, footer])
         finally:
             self._pool.release(pack.buffer)
         length = pack.used + len(footer)
@@ -228,11 +233,10 @@ class Packer:
         for name in _SHARED_COLUMNS:
             frames[name] = pack.frames.rows[name]
         part = _IndexPart(packs, frames, _index_chunks(pack.frames.rows, pack.chunks.rows))
-        built = index_format.build_index(part.packs, part.frames, part.chunks)
-        self._put_index(built)
+        root = self._put_index(part)
         self._merge_rows += len(part.chunks)
         if self._merge_rows <= _MERGE_CHUNKS_MAX:
-            self._parts[built.root] = part
+            self._parts[root] = part
         else:
             self._parts.clear()
 
@@ -247,13 +251,27 @@ class Packer:
         counts = [len(part.chunks) for part in parts]
         chunks["frame"] += np.repeat(frame_bases[:-1], counts).astype(np.uint32)
         packs = np.concatenate([part.packs for part in parts])
-        self._put_index(
-            index_format.build_index(packs, frames, chunks, supersedes=list(self._parts))
-        )
+        self._put_index(_IndexPart(packs, frames, chunks), list(self._parts))
 
-    def _put_index(self, built: Built) -> None:
-        self._backend.put_new(ObjectKind.INDEX, built.root.hex, built.pieces)
-        self.totals.index_bytes += built.length
+    def _put_index(self, part: _IndexPart, supersedes: Sequence[Digest] = ()) -> Digest:
+        """Store an index; where a damaged one has its name, one that says to contain that one."""
+        while True:
+            built = index_format.build_index(
+                part.packs, part.frames, part.chunks, supersedes=supersedes
+            )
+            is_usable = built.root.hex not in self._damaged_indexes
+            if is_usable and self._put(ObjectKind.INDEX, built.root, built.pieces):
+                self.totals.index_bytes += built.length
+                return built.root
+            supersedes = [*supersedes, built.root]
+
+    def _put(self, kind: ObjectKind, name: Digest, pieces: Sequence[BytesLike]) -> bool:
+        """Store an object unless its name is taken by other bytes, which only damage can do."""
+        try:
+            self._backend.put_new(kind, name.hex, pieces)
+        except ObjectExists:
+            return False
+        return True
 
     def _reap(self, *, wait: bool) -> None:
         """Take note of packs that were stored; raises what went wrong with one."""

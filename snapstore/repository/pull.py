@@ -76,6 +76,8 @@ def pull_snapshot(
     """
     meter.enter("plan")
     ranks = snapshot.ranks(request.ranks)
+    for rank in ranks:
+        assert rank.meta.rank == rank.number, rank.number  # and refused by then if it is not
     memory = MemoryPlan.of(options)
     plan = plan_reads([rank.layout for rank in ranks], read_bytes_max=memory.read_bytes)
     verifiers = _verifiers(ranks) if options.integrity is Integrity.STRONG else []
@@ -106,7 +108,7 @@ def pull_snapshot(
                     snapshot.backend,
                     plan,
                     sink.place,
-                    threads=memory.threads,
+                    threads=memory.readers,
                     read_bytes_max=memory.read_bytes,
                     verifiers=verifiers,
                     skip=resume.is_done,

@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Self
 
 from snapstore import version
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.layout import key_of
 from snapstore.clock import Clock, format_utc
-from snapstore.errors import ObjectNotFound, SnapError
+from snapstore.errors import (
+    DigestMismatch,
+    ObjectExists,
+    ObjectNotFound,
+    RefConflict,
+    SnapError,
+)
 from snapstore.format.envelope import LAYOUT_MAGIC, Built, Envelope, parse_header
 from snapstore.format.snapshot import RankEntry, RootManifest, encode_snapshot
 from snapstore.format.tree import EntryType, TreeEntry
@@ -45,6 +52,8 @@ if TYPE_CHECKING:
     from snapstore.repository.windows import StreamSource
 
 __all__ = ["PushRequest", "PushResult", "push_directory"]
+
+_LAYOUT_ATTEMPTS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +91,8 @@ class PushResult:
         packed: Objects and bytes that were written for them.
         metadata_bytes: Bytes of manifests and layouts.
         skipped: Paths that were left out.
-        warnings: What did not parse and was stored as plain files.
+        warnings: What did not parse and was stored as plain files, and what is damaged in the
+            store, so that it was sent again.
     """
 
     snapshot: SnapshotId
@@ -120,32 +130,38 @@ class _Writer:
         self.clock = clock
         self.metadata_bytes = 0
         plan = MemoryPlan.of(options)
-        self._stack = contextlib.ExitStack()
         self.lease = PushLease(backend, clock)
-        self._stack.callback(self._release_lease)
-        self.frames = FrameTable()
-        catalog = Catalog(self.frames, budget_bytes=plan.catalog_bytes)
-        catalog.load(backend)
-        executor = ThreadPoolExecutor(plan.threads, thread_name_prefix="snapstore-push")
-        self._stack.callback(executor.shutdown, wait=True, cancel_futures=True)
-        deleting = deleting_names(backend, ObjectKind.PACK)
-        self.packer = Packer(
-            backend,
-            self.frames,
-            pack_bytes=plan.pack_bytes,
-            in_flight=plan.packs_in_flight,
-            deleting=deleting.__contains__,
-        )
-        self._stack.callback(self.packer.abort)
-        self.ingest = Ingest(
-            frames=self.frames,
-            catalog=catalog,
-            packer=self.packer,
-            executor=executor,
-            buffers=plan.window_buffers,
-            compression=options.compression,
-            progress=self._window_done(meter),
-        )
+        # If anything below fails, the lease is given back at once.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._release_lease)
+            self.frames = FrameTable()
+            catalog = Catalog(self.frames, budget_bytes=plan.catalog_bytes)
+            deleting = deleting_names(backend, ObjectKind.PACK)
+            loaded = catalog.load(backend, without=deleting)
+            self.warnings = loaded.warnings
+            # What reads for the workers is closed after them.
+            self._kept = stack.enter_context(contextlib.ExitStack())
+            executor = ThreadPoolExecutor(plan.threads, thread_name_prefix="snapstore-push")
+            stack.callback(executor.shutdown, wait=True, cancel_futures=True)
+            self.packer = Packer(
+                backend,
+                self.frames,
+                pack_bytes=plan.pack_bytes,
+                in_flight=plan.packs_in_flight,
+                deleting=deleting.__contains__,
+                damaged_indexes=loaded.damaged,
+            )
+            stack.callback(self.packer.abort)
+            self.ingest = Ingest(
+                frames=self.frames,
+                catalog=catalog,
+                packer=self.packer,
+                executor=executor,
+                buffers=plan.window_buffers,
+                compression=options.compression,
+                progress=self._window_done(meter),
+            )
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -155,15 +171,44 @@ class _Writer:
 
     def keep(self, callback: Callable[[], None]) -> None:
         """Have something called when the push ends, one way or the other."""
-        self._stack.callback(callback)
+        self._kept.callback(callback)
 
     def put(self, kind: ObjectKind, name: str, built: Built) -> None:
-        """Store a manifest or a layout, and count its bytes if it was not there before."""
+        """Store a manifest, and count its bytes if it was not there before.
+
+        Raises:
+            DigestMismatch: Its name, which is its content's, is taken by damaged bytes.
+        """
         with contextlib.suppress(ObjectNotFound):
             if self.backend.stat(kind, name).size_bytes == built.length:
                 return
-        self.backend.put_new(kind, name, built.pieces)
+        try:
+            self.backend.put_new(kind, name, built.pieces)
+        except ObjectExists as error:
+            raise DigestMismatch(
+                f"{kind.value} {name[:12]} is in the store already, and damaged",
+                next_step=f"move {key_of(kind, name)} away and push again",
+            ) from error
         self.metadata_bytes += built.length
+
+    def put_layout(self, rank_id: RankId, layout: Built) -> None:
+        """Store the newest layout of a rank, unless the newest one there says the same."""
+        for _ in range(_LAYOUT_ATTEMPTS):
+            newest = head_number(self.backend, ObjectKind.LAYOUT, rank_id.hex)
+            if newest and _same_places(self.backend, rank_id, newest, layout):
+                return
+            try:
+                name = f"{rank_id.hex}/{newest + 1:08d}"
+                self.backend.put_new(ObjectKind.LAYOUT, name, layout.pieces)
+            except ObjectExists:
+                continue  # Another push of the same tree was faster: look at what it wrote.
+            self.metadata_bytes += layout.length
+            return
+        raise RefConflict(
+            f"others wrote layouts of rank manifest {rank_id.short} {_LAYOUT_ATTEMPTS} times in a "
+            "row",
+            next_step="push again",
+        )
 
     def _window_done(self, meter: ProgressMeter) -> Callable[[int], None]:
         def done(count_bytes: int) -> None:
@@ -220,7 +265,7 @@ def push_directory(
             packed=writer.packer.totals,
             metadata_bytes=writer.metadata_bytes,
             skipped=tuple(path.decode("utf-8", "backslashreplace") for path in tree.skipped),
-            warnings=tuple(seen.warnings),
+            warnings=(*seen.warnings, *writer.warnings),
         )
 
 
@@ -248,9 +293,7 @@ def _write_rank(writer: _Writer, rank: _Rank) -> RankEntry:
     ):
         revive(writer.backend, writer.clock, kind, names)
     writer.put(ObjectKind.RANK, rank_id.hex, built)
-    newest = head_number(writer.backend, ObjectKind.LAYOUT, rank_id.hex)
-    if newest == 0 or not _same_places(writer.backend, rank_id, newest, layout):
-        writer.put(ObjectKind.LAYOUT, f"{rank_id.hex}/{newest + 1:08d}", layout)
+    writer.put_layout(rank_id, layout)
     return RankEntry(
         rank=builder.rank,
         manifest=rank_id.hex,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import os
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ class _Stream:
     info: rank_format.StreamInfo
     extents: int = 0
     length: int = 0
+    zeros: int = 0
     segments: list[SegmentTable] = dataclasses.field(default_factory=list)
 
 
@@ -87,6 +89,13 @@ class RankBuilder:
         data = pieces.frames != ZERO_FRAME
         extents["length"], extents["id"] = pieces.lengths, pieces.ids
         extents["chunk_length"] = np.where(data, pieces.lengths, 0)
+        if stream.zeros and len(data) and not data[0]:
+            # Zeros are one extent however the windows lie: a hole is one, what was written is not.
+            extents["length"][0] += stream.zeros
+            self._spool.seek(-extents.itemsize, os.SEEK_CUR)
+            stream.extents -= 1
+        if len(data):
+            stream.zeros = 0 if data[-1] else int(extents["length"][-1])
         self._spool.write(extents.tobytes())
         stream.extents += len(extents)
         stream.length += int(pieces.lengths.sum())

@@ -11,7 +11,8 @@ from snapstore.clock import Clock, format_utc
 from snapstore.errors import Malformed, RefConflict, RefNotFound
 from snapstore.format.ref import Ref, decode_ref, encode_ref
 from snapstore.ids import RefName, SnapshotId
-from snapstore.repository.chains import append_generation, read_head
+from snapstore.repository.chains import append_generation, head_number, read_head
+from snapstore.repository.objects import about
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,8 +39,10 @@ def resolve_ref(backend: Backend, name: RefName) -> ResolvedRef:
         RefNotFound: Nothing, or it was deleted.
         Malformed: The newest generation is damaged.
     """
-    head = read_head(backend, ObjectKind.REF, chain_of(name))
-    ref = decode_ref(head.body) if head is not None else None
+    step = "push to it again, or pull a snapshot by its id: NAME@b3:ID"
+    with about(f"the name {name} is damaged", next_step=step):
+        head = read_head(backend, ObjectKind.REF, chain_of(name))
+        ref = decode_ref(head.body) if head is not None else None
     if head is None or ref is None or ref.snapshot_id is None:
         raise RefNotFound(
             f"no snapshot is named {name}", next_step="`snapstore ls` lists what there is"
@@ -54,7 +57,8 @@ def set_ref(backend: Backend, clock: Clock, name: RefName, snapshot: SnapshotId 
         RefConflict: Others moved the name each time we tried.
     """
     for _ in range(_ATTEMPTS):
-        head = read_head(backend, ObjectKind.REF, chain_of(name))
+        # The number is enough: a name whose newest generation is damaged can be pushed to.
+        newest = head_number(backend, ObjectKind.REF, chain_of(name))
         body = encode_ref(
             Ref(
                 created=format_utc(clock.now_ns()),
@@ -63,11 +67,13 @@ def set_ref(backend: Backend, clock: Clock, name: RefName, snapshot: SnapshotId 
             )
         )
         try:
-            number = head.number if head is not None else 0
-            return append_generation(backend, ObjectKind.REF, chain_of(name), body, after=number)
+            return append_generation(backend, ObjectKind.REF, chain_of(name), body, after=newest)
         except RefConflict:
             continue
-    raise RefConflict(f"{name} was moved by others {_ATTEMPTS} times in a row")
+    raise RefConflict(
+        f"{name} was moved by others {_ATTEMPTS} times in a row",
+        next_step="run it again when fewer push to that name",
+    )
 
 
 def list_refs(backend: Backend, prefix: str = "") -> Iterator[RefName]:

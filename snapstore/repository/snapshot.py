@@ -10,26 +10,31 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.layout import key_of
 from snapstore.errors import (
     DanglingRef,
     DigestMismatch,
     FormatError,
     IntegrityError,
+    LimitExceeded,
+    Malformed,
     ObjectNotFound,
+    RangeNotSatisfiable,
     SnapshotNotFound,
     UsageError,
 )
 from snapstore.format import layout as layout_format
 from snapstore.format import limits
 from snapstore.format import rank as rank_format
-from snapstore.format.envelope import RANK_MAGIC
+from snapstore.format.envelope import LAYOUT_MAGIC, RANK_MAGIC, parse_header
 from snapstore.format.snapshot import RankEntry, RootManifest, decode_snapshot
 from snapstore.ids import RankId, SnapshotId
-from snapstore.repository.chains import head_number
+from snapstore.repository.chains import generation_numbers
 from snapstore.repository.layouts import derive_layout
-from snapstore.repository.objects import EnvelopeReader, read_object
+from snapstore.repository.objects import EnvelopeReader, about, read_object
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Sequence
 
     from snapstore.format.rank import RankNumber
@@ -53,13 +58,16 @@ class LoadedRank:
         self.entry = entry
         self.id: RankId = entry.rank_id
         try:
-            self._reader = EnvelopeReader(backend, ObjectKind.RANK, self.id.hex, magic=RANK_MAGIC)
+            with self._about():
+                self._reader = EnvelopeReader(
+                    backend, ObjectKind.RANK, self.id.hex, magic=RANK_MAGIC
+                )
+                self._reader.envelope.check_root(self.id)
         except ObjectNotFound as error:
             raise DanglingRef(
                 f"the manifest {self.id.short} of rank {entry.rank} is not in the store",
-                next_step="pull another snapshot; `snapstore verify` tells what else is missing",
+                next_step="push the same tree again, or pull another snapshot",
             ) from error
-        self._reader.envelope.check_root(self.id)
 
     @property
     def number(self) -> RankNumber:
@@ -69,30 +77,37 @@ class LoadedRank:
     @cached_property
     def meta(self) -> rank_format.RankMeta:
         """Streams and placement."""
-        data = self._reader.section(b"META", limit_bytes=limits.RANK_META_BYTES_MAX)
-        meta = rank_format.parse_meta(data)
-        if meta.rank != self.entry.rank:
-            raise DigestMismatch(f"manifest {self.id.short} is of rank {meta.rank}")
-        return meta
+        with self._about():
+            data = self._reader.section(b"META", limit_bytes=limits.RANK_META_BYTES_MAX)
+            meta = rank_format.parse_meta(data)
+            if meta.rank != self.entry.rank:
+                raise DigestMismatch(f"manifest {self.id.short} is of rank {meta.rank}")
+            if len(meta.streams) != len(self.streams):
+                raise Malformed(f"{len(self.streams)} streams, but META has {len(meta.streams)}")
+            return meta
 
     @cached_property
     def streams(self) -> Rows:
         """The stream table."""
-        data = self._reader.section(b"STRM", limit_bytes=limits.RANK_STREAMS_MAX * 24)
-        return rank_format.parse_streams(data)
+        limit_bytes = limits.RANK_STREAMS_MAX * limits.STREAM_ROW_BYTES
+        with self._about():
+            data = self._reader.section(b"STRM", limit_bytes=limit_bytes)
+            return rank_format.parse_streams(data)
 
     @cached_property
     def tree(self) -> list[TreeEntry]:
         """The file tree."""
-        data = self._reader.section(b"TREE", limit_bytes=limits.RANK_TREE_BYTES_MAX)
-        tree = rank_format.parse_tree(data)
-        rank_format.check_tree_against_streams(tree, self.streams)
-        return tree
+        with self._about():
+            data = self._reader.section(b"TREE", limit_bytes=limits.RANK_TREE_BYTES_MAX)
+            tree = rank_format.parse_tree(data)
+            rank_format.check_tree_against_streams(tree, self.streams)
+            return tree
 
     def read_extents(self) -> Rows:
         """Fetch the chunk table: 48 bytes a chunk, so ask for it only to verify."""
-        data = self._reader.section(b"XTNT", limit_bytes=limits.RANK_BYTES_MAX)
-        return rank_format.parse_extents(data, self.streams)
+        with self._about():
+            data = self._reader.section(b"XTNT", limit_bytes=limits.RANK_BYTES_MAX)
+            return rank_format.parse_extents(data, self.streams)
 
     @cached_property
     def layout(self) -> layout_format.LayoutTables:
@@ -101,8 +116,7 @@ class LoadedRank:
         Raises:
             MissingChunk: There is no usable layout and the indexes lack a chunk.
         """
-        newest = head_number(self._backend, ObjectKind.LAYOUT, self.id.hex)
-        for number in range(newest, 0, -1):
+        for number in generation_numbers(self._backend, ObjectKind.LAYOUT, self.id.hex):
             layout = self._read_layout(number)
             if layout is not None:
                 return layout
@@ -110,19 +124,40 @@ class LoadedRank:
 
     def _read_layout(self, number: int) -> layout_format.LayoutTables | None:
         name = f"{self.id.hex}/{number:08d}"
+        limit_bytes = self._layout_bytes_max()
         try:
-            data = read_object(
-                self._backend,
-                ObjectKind.LAYOUT,
-                name,
-                limit_bytes=limits.LAYOUT_PLAIN_BYTES_MAX,
-            )
+            data = read_object(self._backend, ObjectKind.LAYOUT, name, limit_bytes=limit_bytes)
+            envelope = parse_header(data, magic=LAYOUT_MAGIC, object_length=len(data))
+            if sum(info.plain_length for info in envelope.sections) > limit_bytes:
+                raise LimitExceeded(f"layout {name}: more than {limit_bytes} bytes decoded")
             layout = layout_format.parse_layout(data, rank=self.id)
-        except (FormatError, IntegrityError, ObjectNotFound):
+        except (FormatError, IntegrityError, ObjectNotFound, RangeNotSatisfiable):
             return None  # Layouts are derived: an older one or the indexes do as well.
         if not _same_lengths(layout.streams, self.streams):
             return None
         return layout
+
+    def _layout_bytes_max(self) -> int:
+        """How long a layout of this rank can be: it has no more segments than there are extents.
+
+        The limit of the format alone would let a few kilobytes of a hostile layout decode to
+        gigabytes, and tiny segments make a reader check large chunks again and again.
+        """
+        with self._about():
+            info = self._reader.envelope.require(b"XTNT")
+        extents = info.plain_length // limits.EXTENT_ROW_BYTES
+        # Each segment may be the only one of its frame, and that the only one of its pack.
+        row_bytes = (
+            limits.SEGMENT_ROW_BYTES + limits.INDEX_FRAME_ROW_BYTES + limits.INDEX_PACK_ROW_BYTES
+        )
+        tables = extents * row_bytes + len(self.streams) * limits.STREAM_ROW_BYTES
+        rest = 2 * limits.LAYOUT_META_BYTES_MAX  # the header, and sections of later versions
+        return min(tables + rest, limits.LAYOUT_PLAIN_BYTES_MAX)
+
+    def _about(self) -> contextlib.AbstractContextManager[None]:
+        key = key_of(ObjectKind.RANK, self.id.hex)
+        step = f"pull another snapshot, or move {key} away and push the same tree again"
+        return about(f"rank {self.entry.rank}", next_step=step)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,14 +209,16 @@ def load_snapshot(backend: Backend, snapshot: SnapshotId, *, named: str = "") ->
         if named:
             raise DanglingRef(
                 f"{named} points to snapshot {snapshot.short}, which is not in the store",
-                next_step="point it elsewhere with `snapstore tag`",
+                next_step="push to it again, or pull another snapshot by its id: NAME@b3:ID",
             ) from error
         raise SnapshotNotFound(f"no snapshot has the id {snapshot.hex}") from error
     if SnapshotId.of(data) != snapshot:
         raise DigestMismatch(
-            f"the root manifest of snapshot {snapshot.short} is damaged: its digest differs"
+            f"the root manifest of snapshot {snapshot.short} is damaged: its digest differs",
+            next_step="push the same tree again, or pull another snapshot",
         )
-    return Snapshot(snapshot, decode_snapshot(data), backend)
+    with about(f"snapshot {snapshot.short}", next_step="pull another snapshot"):
+        return Snapshot(snapshot, decode_snapshot(data), backend)
 
 
 def _same_lengths(one: Rows, other: Rows) -> bool:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Self
 from snapstore.backend import open_backend
 from snapstore.backend.base import Backend, ObjectKind
 from snapstore.clock import Clock, SystemClock, format_utc
-from snapstore.errors import ObjectExists, ObjectNotFound, RefNotFound, StoreNotFound
+from snapstore.errors import (
+    FormatError,
+    ObjectExists,
+    ObjectNotFound,
+    RefNotFound,
+    SnapError,
+    StoreNotFound,
+    UsageError,
+)
 from snapstore.format import limits
 from snapstore.format.config import StoreConfig, decode_config, encode_config
 from snapstore.ids import RefName, SnapshotRef, parse_snapshot_ref
@@ -27,7 +35,7 @@ from snapstore.repository.snapshot import Snapshot, load_snapshot
 from snapstore.repository.summary import SnapshotSummary, summarise
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from snapstore.format.rank import RankNumber
@@ -81,6 +89,7 @@ class Store:
             progress: Told how far it is.
 
         Raises:
+            UsageError: `name` cannot be a name, or means one exact snapshot.
             SourceError: The tree cannot be stored as it stands, or changed meanwhile.
             BackendError: The storage failed.
             ConcurrencyError: Somebody else decided first; push again.
@@ -149,13 +158,29 @@ class Store:
         found = resolve_ref(self._backend, wanted.ref)
         return load_snapshot(self._backend, found.snapshot, named=str(wanted))
 
-    def list(self, prefix: str = "") -> Iterator[ResolvedRef]:
-        """Give the names that start with `prefix` and what they point to, sorted."""
+    def list(
+        self, prefix: str = "", *, damaged: Callable[[RefName, SnapError], None] | None = None
+    ) -> Iterator[ResolvedRef]:
+        """Give the names that start with `prefix` and what they point to, sorted.
+
+        Args:
+            prefix: Of the name, as text.
+            damaged: Told of each name that cannot be read; else the first one ends the listing.
+
+        Raises:
+            FormatError: A name is damaged, and nobody wants to be told.
+        """
         for name in list_refs(self._backend, prefix):
             try:
-                yield resolve_ref(self._backend, name)
+                found = resolve_ref(self._backend, name)
             except RefNotFound:
                 continue  # Deleted.
+            except FormatError as error:
+                if damaged is None:
+                    raise
+                damaged(name, error)
+                continue
+            yield found
 
     def show(self, name: SnapshotRef | RefName | str) -> SnapshotSummary:
         """Tell what a snapshot holds and what it takes."""
@@ -189,10 +214,15 @@ def init_store(
     clock = clock or SystemClock()
     backend = open_backend(url, create=True)
     config = StoreConfig(created=format_utc(clock.now_ns()), store_id=secrets.token_hex(16))
-    # Whoever was first has made the store: theirs counts.
-    with contextlib.suppress(ObjectExists):
-        backend.put_new(ObjectKind.CONFIG, "", [encode_config(config)])
-    return Store(backend, _read_config(backend), options or StoreOptions(), clock)
+    try:
+        # Whoever was first has made the store: theirs counts.
+        with contextlib.suppress(ObjectExists):
+            backend.put_new(ObjectKind.CONFIG, "", [encode_config(config)])
+        config = _read_config(backend)
+    except BaseException:
+        backend.close()
+        raise
+    return Store(backend, config, options or StoreOptions(), clock)
 
 
 def open_store(
@@ -235,7 +265,15 @@ def _read_config(backend: Backend) -> StoreConfig:
 
 
 def _ref_name(name: RefName | str) -> RefName:
-    return name if isinstance(name, RefName) else parse_snapshot_ref(name).ref
+    if isinstance(name, RefName):
+        return name
+    parsed = parse_snapshot_ref(name)
+    if parsed.snapshot is not None:
+        raise UsageError(
+            f"cannot push to one exact snapshot: {name[:120]!r}",
+            next_step="give a name, or a name and a tag",
+        )
+    return parsed.ref
 
 
 def _snapshot_ref(name: SnapshotRef | RefName | str) -> SnapshotRef:

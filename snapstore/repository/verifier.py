@@ -53,7 +53,8 @@ class ChunkVerifier:
         if wrong.any():
             offset = int(starts[zeros][int(wrong.argmax())])
             raise DigestMismatch(
-                f"the layout of rank manifest {self._rank.short} leaves out data at {offset}"
+                f"the layout of rank manifest {self._rank.short} leaves out data at {offset}",
+                next_step=self._next_step,
             )
 
     def check(self, place: Destination, decoded: memoryview) -> None:
@@ -82,8 +83,14 @@ class ChunkVerifier:
                 raise DigestMismatch(
                     f"chunk {ChunkId(bytes(chunk_id)).short} of stream {place.stream} at offset "
                     f"{position - length - int(self._bases[place.stream])} is not what it "
-                    "should be"
+                    "should be",
+                    next_step=self._next_step,
                 )
+
+    @property
+    def _next_step(self) -> str:
+        # The checksum was right, so this is no accident of the disk.
+        return f"the layout is wrong: move layouts/{self._rank.hex} away and pull again"
 
     def _lengths(self) -> np.ndarray:
         return self._extents["length"].astype(np.int64)

@@ -18,9 +18,9 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from snapstore.errors import SnapError, TargetError
+from snapstore.errors import OutOfSpace, SnapError, TargetError
 from snapstore.ids import Digest
-from snapstore.target.journal import Journal, JournalHeldError
+from snapstore.target.journal import NO_SPACE, Journal, JournalHeldError
 from snapstore.target.remove import remove_tree
 
 if TYPE_CHECKING:
@@ -123,7 +123,15 @@ class AtomicDirectory:
                 )
             except OSError as error:
                 raise self._rename_error(error) from error
-            os.fsync(self._parent_fd)
+            self._is_committed = True
+            try:
+                os.fsync(self._parent_fd)
+            except OSError as error:
+                raise TargetError(
+                    f"{os.fspath(self._final)!r} is whole, but may not outlive a crash: "
+                    f"{error.strerror}",
+                    next_step="check the file system",
+                ) from error
         self._is_committed = True
         with contextlib.suppress(OSError):
             os.unlink(self._journal_name, dir_fd=self._parent_fd)
@@ -137,6 +145,7 @@ class AtomicDirectory:
                 next_step="wait for it to end",
             ) from error
         except OSError as error:
+            self._refuse_if_full(error)
             raise TargetError(
                 f"cannot write to {os.fspath(self._final.parent)!r}: {error.strerror}",
                 next_step="pull to where you may write; a mount point needs --in-place",
@@ -176,8 +185,16 @@ class AtomicDirectory:
         try:
             os.mkdir(self._work_name, 0o700, dir_fd=self._parent_fd)
         except OSError as error:
+            self._refuse_if_full(error)
             raise TargetError(
                 f"cannot create {os.fspath(self.path)!r}: {error.strerror}"
+            ) from error
+
+    def _refuse_if_full(self, error: OSError) -> None:
+        if error.errno in NO_SPACE:
+            raise OutOfSpace(
+                f"no space in {os.fspath(self._final.parent)!r}: {error.strerror}",
+                next_step="make room and run it again",
             ) from error
 
     def _drop_if_empty(self) -> bool:
@@ -205,14 +222,15 @@ class AtomicDirectory:
         else:
             error.add_note(text)
 
-    def _rename_error(self, error: OSError) -> TargetError:
+    def _rename_error(self, error: OSError) -> SnapError:
         if error.errno in _RENAME_REFUSED:
             reason, step = "somebody else put something there meanwhile", "move that away"
         elif error.errno == errno.EBUSY:
             reason, step = "it is in use as a mount point", "use --in-place"
         else:
             reason, step = f"{error.strerror}", "mend that"
-        return TargetError(
+        kind = OutOfSpace if error.errno in NO_SPACE else TargetError
+        return kind(
             f"cannot put the tree at {os.fspath(self._final)!r}: {reason}; it is whole, in "
             f"{os.fspath(self.path)!r}",
             next_step=f"{step}, and run it again with --resume",

@@ -10,22 +10,28 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from snapstore.errors import TargetError
+from snapstore.errors import OutOfSpace, TargetError
 from snapstore.units import MIB
 
-__all__ = ["Journal", "JournalHeldError"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["NO_SPACE", "Journal", "JournalHeldError"]
 
 JOURNAL_BYTES_MAX = 256 * MIB
 """A record of some 80 bytes for every 4 MiB of a terabyte makes 20 MB."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FORMAT = "snapstore/partial"
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class JournalHeldError(Exception):
@@ -120,7 +126,8 @@ class Journal:
             {"format": _FORMAT, "version": 1, "identity": self._identity, "boot": self._boot}
         )
         if self._fd is not None:
-            os.fsync(self._fd)
+            with _translated():
+                os.fsync(self._fd)
 
     def mark_done(self, path: bytes, offset: int, size_bytes: int) -> None:
         """Note that these bytes of a file are written. Does not block on the disk."""
@@ -151,9 +158,22 @@ class Journal:
         return not self._done
 
     def _append(self, record: dict[str, str | int | None]) -> None:
-        if self._fd is not None:
+        if self._fd is None:
+            return
+        line = json.dumps(record).encode("ascii") + b"\n"
+        with _translated():
             # One write, so that lines of several threads or a crash never mix.
-            os.write(self._fd, json.dumps(record).encode("ascii") + b"\n")
+            if os.write(self._fd, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        kind = OutOfSpace if error.errno in NO_SPACE else TargetError
+        raise kind(f"cannot write the journal of the pull: {error.strerror}") from error
 
 
 _INFINITE = 1 << 64

@@ -160,7 +160,7 @@ def the_same_bytes_again_succeed(session: Session) -> None:
 
 @check()
 def other_bytes_are_refused(session: Session) -> None:
-    """A name that is taken by other bytes raises `ObjectExists` and keeps its bytes."""
+    """A name taken by other bytes raises `ObjectExists` and keeps its bytes (S5)."""
     backend = session.open()
     data = session.data(MIB + 100)
     changed = bytearray(data)

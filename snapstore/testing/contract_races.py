@@ -94,7 +94,9 @@ def one_of_many_processes_wins(session: Session) -> None:
     """Of concurrent writers of different bytes exactly one succeeds (S3), here 8 processes."""
     url = session.subject.url
     assert url is not None
-    context = multiprocessing.get_context("spawn")
+    # Fresh processes, without this one's threads and locks, that need not import all this again.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     barrier, outcomes = context.Barrier(_WRITERS), context.SimpleQueue()
     names = [session.ref(number) for number in range(1, _ROUNDS + 1)]
     bodies = [session.data(100 + number) for number in range(_WRITERS)]

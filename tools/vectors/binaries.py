@@ -154,6 +154,7 @@ def hostile_envelopes() -> list[Case]:
         bad("damaged last digest", flip(whole, 64 + 3 * 64 - 1, 7), "DigestMismatch"),
         bad("damaged section", flip(whole, 64 + 3 * 64 + 1), "DigestMismatch"),
         bad("padding", _head("padding", b"\1")),
+        bad("bytes behind the last section", _longer()),
         bad("tag in small letters", _set(0, "tag", b"aaaa")),
         bad("tag not ASCII", _set(0, "tag", b"AA\xc3\x84")),
         bad("tag of zeros", _set(0, "tag", bytes(4))),
@@ -188,6 +189,12 @@ def _wrap(made: Draft) -> None:
     # 320 + (2^64 - 128) wraps to 192: behind the directory, before itself.
     _lengths(made, 1, (1 << 64) - 128)
     made.entries[2].offset = 192
+
+
+def _longer() -> bytes:
+    made = draft(INDEX, {b"AAAA": b"first"}, packed=frozenset())
+    made.length += 1
+    return made.seal() + b"\0"
 
 
 def _zstd_case(stored: bytes, *, plain: int) -> bytes:

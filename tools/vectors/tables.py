@@ -151,6 +151,7 @@ def _bad_packs_and_frames() -> list[Case]:
             _index(packs=[(_id(5, 2), MIB * 9), (_id(5, 1), MIB)]),
         ),
         bad("pack of 0 bytes", pack(1, 1, 0)),
+        bad("unused pack of 0 bytes", _index(packs=[*PACKS, (_id(0x33), 0)])),
         bad("pack too long", pack(1, 1, 128 * MIB + 1), LIMIT),
         bad("pack of 2^64-1 bytes", pack(1, 1, U64), LIMIT),
         bad("no such pack", frame(2, 3, 2)),
@@ -366,7 +367,7 @@ def _bad_streams() -> list[Case]:
     def stream(row: int, column: int, value: int) -> bytes:
         return _rank(replaced(RANK_STREAMS, row, column, value))
 
-    wrapping: list[Row] = [(0, 3, 5000), (3, U64, 100), (4, 2, 0)]
+    wrapping: list[Row] = [(0, 3, 5000), (3, U64, 100), (2, 2, 1100)]
     return [
         bad("stream does not start at 0", stream(0, 0, 1)),
         bad("stream takes from the one before", stream(1, 0, 2)),
@@ -393,6 +394,8 @@ def _bad_extents() -> list[Case]:
     long_zeros: Row = (U64, 0, 0, bytes(32))
     return [
         bad("extent of 0 bytes", extent(1, 0, 0)),
+        bad("stream of an extent of 0 bytes", _rank([(0, 1, 0)], [(0, 0, 0, bytes(32))], [ROOT])),
+        bad("0 bytes of a chunk", _rank([(0, 1, 0)], [(0, 0, 9, _id(1))], [ROOT])),
         bad("extent beyond its chunk", extent(2, 1, 4096)),
         bad("extent reaches beyond its chunk", extent(2, 1, 3097)),
         bad("extent longer than its chunk", extent(0, 2, 999)),
@@ -524,6 +527,10 @@ def _bad_segments() -> list[Case]:
 
     return [
         bad("segment of 0 bytes", segment(1, 0, 0)),
+        bad(
+            "stream of a segment of 0 bytes",
+            _layout(packs=[], frames=[], table=[(0, 1, 0)], runs=[(0, U32, 0)]),
+        ),
         bad("no such frame", segment(3, 1, 3)),
         bad("frame 2^32-2", segment(3, 1, U32 - 1)),
         bad("segment beyond its frame", segment(3, 2, 2 * MIB)),

@@ -92,6 +92,13 @@ def test_rows_that_point_nowhere_are_refused() -> None:
         build_index(packs, frames[:5], chunks)
 
 
+def test_places_outside_are_refused() -> None:
+    packs, frames, chunks = sample(1)
+    chunks["offset"][7] = 4 * MIB
+    with pytest.raises(Malformed, match="does not end within its frame"):
+        build_index(packs, frames, chunks)
+
+
 def test_what_an_index_replaces_is_sorted() -> None:
     ids = [Digest.of(bytes([number])) for number in range(5)]
     read = parse_index(build_index(*sample(1), supersedes=[*ids, ids[0]]).to_bytes())

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from snapstore.errors import DigestMismatch, LimitExceeded, Malformed
+from snapstore.format import limits
 from snapstore.format.layout import (
     FRAME_DTYPE,
     PACK_DTYPE,
@@ -52,6 +53,12 @@ def test_of_which_rank() -> None:
     assert parse_layout(data, rank=RankId.parse("a" * 64)).meta == META
     with pytest.raises(DigestMismatch):
         parse_layout(data, rank=RankId.parse("b" * 64))
+
+
+def test_a_layout_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LAYOUT_PLAIN_BYTES_MAX", 200)
+    with pytest.raises(LimitExceeded):
+        build_layout(META, *sample())
 
 
 def test_metadata_is_checked_when_written() -> None:

@@ -1,8 +1,10 @@
 """Trees: what the encoder refuses, and size."""
 
+import numpy as np
 import pytest
 
 from snapstore.errors import LimitExceeded, Malformed
+from snapstore.format import limits
 from snapstore.format.rank import STREAM_DTYPE, check_tree_against_streams
 from snapstore.format.tree import EntryType, TreeEntry, check_tree, decode_tree, encode_tree
 
@@ -56,6 +58,15 @@ def test_limits_count_bytes() -> None:
     check_tree([ROOT, entry(b"a", xattrs=((b"n", b"x" * (2**20 - 1)),))])
 
 
+def test_a_tree_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode_tree([ROOT])
+    monkeypatch.setattr(limits, "RANK_TREE_BYTES_MAX", len(data) - 1)
+    with pytest.raises(LimitExceeded):
+        encode_tree([ROOT])
+    with pytest.raises(LimitExceeded):
+        decode_tree(data)
+
+
 def test_the_deepest_path() -> None:
     """H3: no step of the check recurses, so depth costs nothing."""
     paths = [b"/".join([b"a"] * depth) for depth in range(1, 2049)]
@@ -66,8 +77,6 @@ def test_the_deepest_path() -> None:
 
 
 def test_files_are_within_their_streams() -> None:
-    import numpy as np  # noqa: PLC0415 - the only use here
-
     streams = np.array([(0, 1, 10), (1, 0, 0)], STREAM_DTYPE)
     check_tree_against_streams([entry(b"a", size_bytes=10)], streams)
     for odd in (

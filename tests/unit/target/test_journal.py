@@ -1,3 +1,4 @@
+import itertools
 import os
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_merged_ranges_hold_what_a_set_of_bytes_holds(ranges: list[tuple[int, in
         model |= set(range(start, start + size))
     merged = journal.done_ranges(b"f")
     assert {byte for start, size in merged for byte in range(start, start + size)} == model
-    gaps = [after[0] - (before[0] + before[1]) for before, after in zip(merged, merged[1:])]
+    gaps = [after[0] - (before[0] + before[1]) for before, after in itertools.pairwise(merged)]
     assert all(gap > 0 for gap in gaps)
     for start, size in ranges:
         assert journal.is_done(b"f", start, size)
@@ -141,6 +142,7 @@ def test_starting_forgets_what_was_loaded(parent_fd: int):
     journal.close()
 
 
+@pytest.mark.slow
 @given(st.one_of(st.binary(max_size=200), st.lists(st.from_regex(rb"\{.*\}"), max_size=5)))
 def test_arbitrary_content_is_never_more_than_unknown(
     tmp_path_factory: pytest.TempPathFactory, content: bytes | list[bytes]

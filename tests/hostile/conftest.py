@@ -1,0 +1,31 @@
+"""A store to spoil for each test, and the check that no operation leaves anything running."""
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.damage import Lab, nothing_left
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """Make a store once; nobody changes it."""
+    return Lab.make(tmp_path_factory.mktemp("lab"), random.Random(20261130))
+
+
+@pytest.fixture
+def lab(pristine: Lab, tmp_path: Path) -> Lab:
+    """Return a copy of the store, to be spoilt; the tree is shared and must stay as it is."""
+    root = tmp_path / "store"
+    shutil.copytree(pristine.root, root)
+    return Lab(root, pristine.tree)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(pristine: Lab) -> Iterator[None]:
+    assert pristine.tree.is_dir()
+    with nothing_left():
+        yield
