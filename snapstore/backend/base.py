@@ -66,7 +66,9 @@ class Capabilities:
 class Backend(Protocol):
     """A place for objects. Every method may block and may be called from any thread at once.
 
-    Errors are translated once, here, into `snapstore.errors`; nothing else escapes.
+    Errors are translated once, here, into `snapstore.errors`; nothing else escapes. Names and
+    prefixes that no object can have are a `UsageError` with every verb (`list` may raise it with
+    its first item).
     """
 
     @property
@@ -78,7 +80,9 @@ class Backend(Protocol):
         """Fill all of `into` with the object's bytes from `offset` on.
 
         Idempotent; a retry may fill the buffer again from the start. The buffer stays the
-        caller's and its content is undefined after an error.
+        caller's and its content is undefined after an error. An empty buffer still needs the
+        object and an offset within it. An object named by its content may stay readable for up to
+        a minute after somebody else deleted it.
 
         Raises:
             ObjectNotFound: No such object at present.
@@ -89,8 +93,8 @@ class Backend(Protocol):
     def put_new(self, kind: ObjectKind, name: str, pieces: Sequence[BytesLike]) -> None:
         """Store the concatenated pieces under a name that must not exist yet.
 
-        Returns once the bytes are durable under the name; before, the name does not exist.
-        Safe to retry: the same bytes under the same name succeed. Of several concurrent
+        Returns once the bytes are durable under the name. A reader never finds a part of them; it
+        may find all of them shortly before, and a power loss may then take them away. Safe to retry: the same bytes under the same name succeed. Of several concurrent
         writers of different bytes exactly one succeeds. The pieces are not kept.
 
         Raises:
@@ -118,7 +122,10 @@ class Backend(Protocol):
         ...
 
     def delete(self, kind: ObjectKind, name: str) -> None:
-        """Remove an object. One that is already gone is success."""
+        """Remove an object. One that is already gone is success.
+
+        Need not survive a power loss, after which the object may be back, whole.
+        """
         ...
 
     def close(self) -> None:

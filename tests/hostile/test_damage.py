@@ -5,6 +5,7 @@ makes it whole. In every case the other snapshot of the store stays readable and
 has a final name.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,9 +37,19 @@ DAMAGE: dict[str, Spoil] = {
     "last bit": lambda path: flip(path, 1),
     "middle bit": flip,
     "gone": Path.unlink,
-    "a directory": lambda path: (path.unlink(), path.mkdir()),
-    "a symlink": lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")),
+    "a directory": lambda path: replace_by_directory(path),
+    "a symlink": lambda path: replace_by_symlink(path),
 }
+
+
+def replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_symlink(path: Path) -> None:
+    path.rename(path.with_name("x"))
+    path.symlink_to("x")
 
 
 def check_others(lab: Lab, to: Path) -> None:
@@ -52,10 +63,10 @@ def check_others(lab: Lab, to: Path) -> None:
     assert set(told) <= {lab.name}
 
 
-def refused(lab: Lab, to: Path, **options: Integrity) -> SnapError:
+def refused(lab: Lab, to: Path, integrity: Integrity = Integrity.STRONG) -> SnapError:
     """Pull what cannot be pulled; nothing has the name, and the message helps."""
     with pytest.raises(SnapError) as caught:
-        lab.pull(to, **options)
+        lab.pull(to, integrity=integrity)
     assert not to.exists()
     assert caught.value.next_step
     return caught.value
@@ -100,8 +111,7 @@ def test_a_damaged_pack(lab: Lab, tmp_path: Path, damage: str) -> None:
         assert result.packed.packs == 1
     if (tmp_path / "out").exists():
         return
-    with lab.open() as store:
-        store.pull(lab.name, tmp_path / "out", resume=True)
+    lab.pull(tmp_path / "out", resume=True)
     assert tree_state(tmp_path / "out") == tree_state(lab.tree)
     check_others(lab, tmp_path / "other again")
 
@@ -236,14 +246,11 @@ def test_a_ref_with_a_bit_turned_over(lab: Lab, tmp_path: Path, at: float) -> No
     """
     (name,) = lab.names(ObjectKind.REF, "team/")
     flip(lab.path(ObjectKind.REF, name), at)
-    try:
-        lab.pull(tmp_path / "out")
-    except (FormatError, IntegrityError) as error:
-        assert error.next_step
-        assert not (tmp_path / "out").exists()
-    else:
-        # The nonce or the time: they do not say what the name points to.
-        assert tree_state(tmp_path / "out") == tree_state(lab.tree)
+    # Unless it was in the nonce or the time, which do not say what the name points to.
+    with contextlib.suppress(FormatError, IntegrityError):
+        check_pulled(lab, tmp_path / "out")
+        return
+    assert not (tmp_path / "out").exists()
 
 
 SWAPS: dict[str, Callable[[Lab], tuple[Path, Path]]] = {

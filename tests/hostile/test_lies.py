@@ -21,10 +21,10 @@ from tests.support.damage import Lab, Sections, canonical, flip, rows, seal, tre
 HUGE = 1 << 62
 
 
-def refused(lab: Lab, to: Path, **options: Integrity) -> SnapError:
+def refused(lab: Lab, to: Path, integrity: Integrity = Integrity.STRONG) -> SnapError:
     """Pull what must not be pulled: exit 4, the next step said, and nothing has the name."""
     with pytest.raises(SnapError) as caught:
-        lab.pull(to, **options)
+        lab.pull(to, integrity=integrity)
     assert caught.value.exit_code == 4
     assert caught.value.next_step
     assert not to.exists()
@@ -122,8 +122,7 @@ def test_a_layout_that_lies(lab: Lab, tmp_path: Path, lie: str) -> None:
     lab.pull(tmp_path / "fast", integrity=Integrity.FAST)
     assert tree_state(tmp_path / "fast") != tree_state(lab.tree)
     path.parent.rename(tmp_path / "moved away")
-    with lab.open() as store:
-        store.pull(lab.name, tmp_path / "out", resume=True)
+    lab.pull(tmp_path / "out", resume=True)
     assert tree_state(tmp_path / "out") == tree_state(lab.tree)
 
 

@@ -32,11 +32,12 @@ def memory_stores() -> Iterator[str]:
 
 
 class ForgetfulBackend(MemoryBackend):
-    """Lists only what it is told to have noticed; reads by name are right (`Backend`, S6)."""
+    """Its listings are stale: without what is new, with what is gone (`Backend`, S6)."""
 
     def __init__(self, objects: MemoryObjects | None = None) -> None:
         super().__init__(objects)
         self.unnoticed: set[str] = set()
+        self.ghosts: dict[ObjectKind, list[ObjectInfo]] = {}
 
     @override
     def list(self, kind: ObjectKind, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -44,6 +45,7 @@ class ForgetfulBackend(MemoryBackend):
         for info in super().list(kind, prefix):
             if info.name not in self.unnoticed:
                 yield info
+        yield from self.ghosts.get(kind, [])
 
 
 def chunk_id(number: int, *, first_word: int | None = None) -> bytes:
@@ -72,7 +74,7 @@ def add_index(
 ) -> Digest:
     """Store an index of one pack with one frame that holds these chunks, and a pack of its length.
 
-    The places tell the pack: chunk number *n* lies at offset *n* × 1000 + `pack`.
+    The places tell the pack: chunk number *n* lies at offset *n* times 1000 + `pack`.
     """
     if clock is not None:
         clock.advance_s(1)
