@@ -47,10 +47,18 @@ def read_object(backend: Backend, kind: ObjectKind, name: str, *, limit_bytes: i
         raise LimitExceeded(
             f"{kind.value} {name}: {size} bytes, more than the limit of {limit_bytes}"
         )
-    data = bytearray(size)
+    data = _allocate(size, what=f"{kind.value} {name}")
     if size:
         backend.get_range(kind, name, 0, memoryview(data))
     return data
+
+
+def _allocate(size_bytes: int, *, what: str) -> bytearray:
+    """Make room for an object within its limit, which may still be more than there is."""
+    try:
+        return bytearray(size_bytes)
+    except MemoryError as error:
+        raise LimitExceeded(f"{what}: {size_bytes} bytes do not fit into memory") from error
 
 
 class EnvelopeReader:
@@ -86,7 +94,7 @@ class EnvelopeReader:
         """
         info = self.envelope.require(tag)
         self._check_limit(info, limit_bytes)
-        stored = bytearray(info.stored_length)
+        stored = _allocate(info.stored_length, what=self._what)
         view = memoryview(stored)
         for offset in range(0, len(stored), _READ_BYTES):
             piece = view[offset : offset + _READ_BYTES]

@@ -13,6 +13,7 @@ from snapstore.options import Integrity, StoreOptions
 from snapstore.repository.fetch import fetch_plan
 from snapstore.repository.file_sink import FileSink, StreamFiles
 from snapstore.repository.memory import MemoryPlan
+from snapstore.repository.objects import about
 from snapstore.repository.read_plan import Destination, ReadPlan, ReadUnit, plan_reads
 from snapstore.repository.verifier import ChunkVerifier
 from snapstore.target.atomic import AtomicDirectory
@@ -90,13 +91,15 @@ def pull_snapshot(
         in_place=request.in_place,
     ) as place:
         entries = [entry for tree in trees for entry in tree]
-        with TreeTarget(
-            place.path,
-            entries,
-            fsync=request.sync,
-            resume=place.is_resumed,
-            in_place=request.in_place,
-        ) as target:
+        with about(f"snapshot {snapshot.id.short}", next_step="pull another snapshot"):
+            target = TreeTarget(
+                place.path,
+                entries,
+                fsync=request.sync,
+                resume=place.is_resumed,
+                in_place=request.in_place,
+            )
+        with target:
             target.make_directories()
             resume = _Resume(target, place.journal, plan, files, active=place.is_resumed)
             sink = FileSink(target, files, resume.missing_places())

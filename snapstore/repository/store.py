@@ -6,12 +6,14 @@ Wiring only; the work is in the modules beside this one.
 from __future__ import annotations
 
 import contextlib
+import random
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from snapstore.backend import open_backend
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.retry import RetryingBackend
 from snapstore.clock import Clock, SystemClock, format_utc
 from snapstore.errors import (
     FormatError,
@@ -212,7 +214,7 @@ def init_store(
         BackendError: The storage cannot be written.
     """
     clock = clock or SystemClock()
-    backend = open_backend(url, create=True)
+    backend = _patient(open_backend(url, create=True), clock)
     config = StoreConfig(created=format_utc(clock.now_ns()), store_id=secrets.token_hex(16))
     try:
         # Whoever was first has made the store: theirs counts.
@@ -244,13 +246,19 @@ def open_store(
         StoreNotFound: There is none.
         UnsupportedVersion: It is of a newer format.
     """
-    backend = open_backend(url, readonly=readonly)
+    clock = clock or SystemClock()
+    backend = _patient(open_backend(url, readonly=readonly), clock)
     try:
         config = _read_config(backend)
     except BaseException:
         backend.close()
         raise
-    return Store(backend, config, options or StoreOptions(), clock or SystemClock())
+    return Store(backend, config, options or StoreOptions(), clock)
+
+
+def _patient(backend: Backend, clock: Clock) -> Backend:
+    """Try again what the storage says may succeed later."""
+    return RetryingBackend(backend, rng=random.Random(), clock=clock)  # noqa: S311 - only jitter
 
 
 def _read_config(backend: Backend) -> StoreConfig:

@@ -25,7 +25,11 @@ def lab(pristine: Lab, tmp_path: Path) -> Lab:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left(pristine: Lab) -> Iterator[None]:
+def _nothing_left(pristine: Lab, tmp_path: Path) -> Iterator[None]:
+    """Check that nothing is left, and do not leave some hundred stores behind either."""
     assert pristine.tree.is_dir()
     with nothing_left():
         yield
+    for path in tmp_path.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)

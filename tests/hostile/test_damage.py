@@ -28,19 +28,6 @@ from tests.support.damage import Lab, cut, flip, leftovers, swap, tree_state
 Find = Callable[[Lab], Path]
 Spoil = Callable[[Path], object]
 
-DAMAGE: dict[str, Spoil] = {
-    "cut": cut,
-    "a byte short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "empty": lambda path: cut(path, 0),
-    "a byte long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    "first bit": lambda path: flip(path, 0),
-    "last bit": lambda path: flip(path, 1),
-    "middle bit": flip,
-    "gone": Path.unlink,
-    "a directory": lambda path: replace_by_directory(path),
-    "a symlink": lambda path: replace_by_symlink(path),
-}
-
 
 def replace_by_directory(path: Path) -> None:
     path.unlink()
@@ -50,6 +37,20 @@ def replace_by_directory(path: Path) -> None:
 def replace_by_symlink(path: Path) -> None:
     path.rename(path.with_name("x"))
     path.symlink_to("x")
+
+
+DAMAGE: dict[str, Spoil] = {
+    "cut": cut,
+    "a byte short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: cut(path, 0),
+    "a byte long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "first bit": lambda path: flip(path, 0),
+    "last bit": lambda path: flip(path, 1),
+    "middle bit": flip,
+    "gone": Path.unlink,
+    "a directory": replace_by_directory,
+    "a symlink": replace_by_symlink,
+}
 
 
 def check_others(lab: Lab, to: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -21,14 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from snapstore.backend.base import Backend, ObjectKind
 from snapstore.backend.layout import key_of
 from snapstore.backend.posix import PosixBackend
 from snapstore.backend.trace import Operation, TracingBackend, Verb
 from snapstore.clock import Clock, SystemClock
-from snapstore.format import envelope
+from snapstore.format import envelope, limits
 from snapstore.format import layout as layout_format
+from snapstore.format import pack as pack_format
 from snapstore.format.config import decode_config
 from snapstore.ids import Digest, RankId, RefName, SnapshotId, parse_snapshot_ref
 from snapstore.options import Integrity, StoreOptions
@@ -36,7 +39,7 @@ from snapstore.repository.pull import PullResult
 from snapstore.repository.push import PushResult
 from snapstore.repository.store import Store, init_store, open_store
 from snapstore.testing.faults import Killed
-from snapstore.units import KIB
+from snapstore.units import KIB, align_up
 
 REPOSITORY = Path(__file__).parents[2]
 LONG_AGO_NS = 1_700_000_000_000_000_000
@@ -135,6 +138,45 @@ def seal(magic: bytes, sections: Sections, *, compress: bool = False) -> envelop
     """Put sections together under right digests."""
     parts = [envelope.Section(tag, data, compress=compress) for tag, data in sections.items()]
     return envelope.build(magic, parts)
+
+
+def zstd_zeros(length: int, *, declared: int | None = None, window: int = 0x38) -> bytes:
+    """A zstd frame that makes gigabytes of zeros out of 4 bytes for every 128 KiB."""
+    declared = length if declared is None else declared
+    head = b"\x28\xb5\x2f\xfd\xc0" + bytes([window]) + declared.to_bytes(8, "little")
+    block = 128 * KIB
+    sizes = [block] * (length // block) + ([length % block] if length % block else [])
+    repeat, last = 1 << 1, 1
+    heads = [(size << 3) | repeat for size in sizes]
+    heads[-1] |= last
+    return head + b"".join(one.to_bytes(3, "little") + b"\0" for one in heads)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """A section as it will be stored, whatever it decodes to."""
+
+    tag: bytes
+    data: bytes
+    plain_length: int
+    encoding: int = envelope.ENCODING_ZSTD
+
+
+def seal_stored(magic: bytes, sections: Sequence[Stored]) -> bytes:
+    """Put stored bytes together under right digests, with any claim about their decoded length."""
+    end = limits.ENVELOPE_HEADER_BYTES + limits.DIRECTORY_ENTRY_BYTES * len(sections)
+    directory, body = b"", b""
+    first = end
+    for one in sections:
+        offset = align_up(end, limits.ALIGNMENT_SECTION_BYTES)
+        body += bytes(offset - end) + one.data
+        end = offset + len(one.data)
+        place = (one.tag, one.encoding, offset, len(one.data), one.plain_length)
+        directory += struct.pack("<4sIQQQ32s", *place, Digest.of(one.data).raw)
+    head = struct.pack("<8sHHIQQ", magic, 1, len(sections), 0, end, 0)
+    data = head + Digest.of(head + directory).raw + directory + body
+    assert len(data) == end >= first
+    return data
 
 
 @contextlib.contextmanager
@@ -328,6 +370,36 @@ class Lab:
         name = f"{rank.hex}/{len(generations) + 1:08d}"
         return self.put(ObjectKind.LAYOUT, name, built.to_bytes())
 
+    def lie_in_frame(
+        self, codec: int, stored: bytes, *, plain_length: int | None = None, position: int = 0
+    ) -> None:
+        """Put stored bytes of the test's own into a pack, and show them as a frame of a layout.
+
+        The frame is the first of the newest layout; its length decoded stays what it was unless
+        another is given.
+        """
+        chunks = np.zeros(1, pack_format.CHUNK_DTYPE)
+        chunks["length"] = 1
+        frames = np.zeros(1, pack_format.FRAME_DTYPE)
+        frames["stored_length"], frames["plain_length"] = len(stored), 1
+        frames["chunk_count"], frames["codec"] = 1, pack_format.CODEC_ZSTD
+        body = stored.ljust(align_up(len(stored), limits.ALIGNMENT_FRAME_BYTES), b"\0")
+        data = body + pack_format.encode_footer(frames, chunks, offset=len(body))
+        pack = bytes.fromhex(self.put_named(ObjectKind.PACK, data))
+
+        def change(tables: layout_format.LayoutTables) -> layout_format.LayoutTables:
+            packs = np.concatenate((tables.packs, np.zeros(1, layout_format.PACK_DTYPE)))
+            packs["id"][-1], packs["length"][-1] = pack, len(data)
+            frame = tables.frames[:1]
+            frame["offset"], frame["pack"] = 0, len(packs) - 1
+            frame["codec"], frame["stored_length"] = codec, len(stored)
+            frame["checksum"] = xxhash.xxh3_128_digest(stored)
+            if plain_length is not None:
+                frame["plain_length"] = plain_length
+            return dataclasses.replace(tables, packs=packs)
+
+        self.lie_in_tables(change, position=position)
+
     def lie_in_index(self, change: Callable[[Sections], object], path: Path) -> Path:
         """Write a changed index beside the old one."""
         sections = unseal(path.read_bytes(), envelope.INDEX_MAGIC)
@@ -452,16 +524,21 @@ def open_traced(root: Path, options: StoreOptions, hook: Crash) -> Store:
 # -- the program ----------------------------------------------------------------------------------
 
 
-def program(*arguments: str | Path) -> list[str]:
-    """The command line of the real program."""
+def program(*arguments: str | Path, memory_bytes: int | None = None) -> list[str]:
+    """The command line of the real program, which may be given a limit of address space."""
     start = "from snapstore.cli.main import run; run()"
+    if memory_bytes is not None:
+        limit = f"resource.setrlimit(resource.RLIMIT_AS, ({memory_bytes}, {memory_bytes}))"
+        start = f"import resource; {limit}; {start}"
     return [sys.executable, "-c", start, *map(str, arguments)]
 
 
-def run_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run_program(
+    *arguments: str | Path, memory_bytes: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the real program to its end."""
     return subprocess.run(  # noqa: S603
-        program(*arguments),
+        program(*arguments, memory_bytes=memory_bytes),
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

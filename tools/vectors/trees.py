@@ -226,6 +226,7 @@ def _links() -> list[Case]:
             entry("symlink", "a", target="b", target_b64=b64(b"\xff")),
         ),
         _bad("target of a file", ROOT, file("a", target="b")),
+        _bad("empty target of a file", ROOT, file("a", target="")),
         _bad("target of a directory", folder("", target="b")),
         _bad("hardlink without target", ROOT, entry("hardlink", "a")),
         _bad("hardlink to what is missing", ROOT, entry("hardlink", "a", target="b")),
