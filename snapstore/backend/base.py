@@ -94,8 +94,9 @@ class Backend(Protocol):
         """Store the concatenated pieces under a name that must not exist yet.
 
         Returns once the bytes are durable under the name. A reader never finds a part of them; it
-        may find all of them shortly before, and a power loss may then take them away. Safe to retry: the same bytes under the same name succeed. Of several concurrent
-        writers of different bytes exactly one succeeds. The pieces are not kept.
+        may find all of them shortly before, and a power loss may then take them away. Safe to
+        retry: the same bytes under the same name succeed. Of several concurrent writers of
+        different bytes exactly one succeeds. The pieces are not kept.
 
         Raises:
             ObjectExists: The name is taken by other bytes. Kinds named by content compare the
