@@ -35,7 +35,7 @@ _NUMBER = "(?!0{8})[0-9]{8}"
 # '..' nor a hidden file can be meant, and never starts with the '@' that sets a tag apart.
 _COMPONENT = "[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _REF_CHARS = "(?=[^@]{1,255}/@[^/]{1,128}/)"
-_MARKED = "(?:packs|indexes|ranks|snapshots|layouts)"
+_MARKED = "(?:packs|indexes|ranks|snapshots)"
 _WORD = "[a-z](?:[a-z0-9-]{0,30}[a-z0-9])?"
 
 _SHARDED = frozenset({ObjectKind.PACK, ObjectKind.INDEX, ObjectKind.RANK, ObjectKind.SNAPSHOT})

@@ -20,6 +20,7 @@ class MarkState(enum.Enum):
     CONDEMNED = "condemned"
     REVIVED = "revived"
     DELETING = "deleting"
+    DELETED = "deleted"
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +43,10 @@ def may_follow(new: MarkState, previous: MarkState | None) -> bool:
     """Whether a generation in state `new` may be written after one in state `previous`."""
     if new is MarkState.CONDEMNED:
         return previous is None or previous is MarkState.REVIVED
+    if new is MarkState.REVIVED:
+        return previous is MarkState.CONDEMNED or previous is MarkState.DELETED
+    if new is MarkState.DELETED:
+        return previous is MarkState.DELETING
     return previous is MarkState.CONDEMNED
 
 

@@ -95,7 +95,10 @@ class FrameTable:
             if number == len(self._packs):
                 self._packs.append(pack)
             elif self._packs[number] != pack:
-                raise Malformed(f"pack {pack.id.short} has two lengths in the store's tables")
+                raise Malformed(
+                    f"pack {pack.id.short} has two lengths in the store's tables",
+                    next_step="move the layouts of the snapshot's ranks away and pull again",
+                )
             numbers[row] = number
         return numbers
 

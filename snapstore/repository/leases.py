@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["PushLease", "deleting_names", "revive"]
 
 _TTL_S = 3600
+_UNUSABLE = frozenset({MarkState.DELETING, MarkState.DELETED})
 
 
 class PushLease:
@@ -95,12 +96,12 @@ class PushLease:
 
 
 def deleting_names(backend: Backend, kind: ObjectKind) -> frozenset[str]:
-    """Names of a kind that are being removed for good, so that nothing may rely on them.
+    """Names of a kind that are being removed or are gone, so that nothing may rely on them.
 
     Where nobody can read the mark any more, it may have said so.
     """
     return frozenset(
-        name for name in _marked(backend, kind) if _state(backend, kind, name) is MarkState.DELETING
+        name for name in _marked(backend, kind) if _state(backend, kind, name) in _UNUSABLE
     )
 
 

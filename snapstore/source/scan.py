@@ -349,6 +349,15 @@ def _entries(found: list[_Found]) -> Iterator[TreeEntry]:
 
 def _check_limits(item: _Found) -> None:
     """Refuse now what no reader of the stored format would accept."""
+    for name, _ in item.xattrs:
+        try:
+            name.decode()
+        except UnicodeDecodeError as error:
+            raise SourceError(
+                f"{show_path(item.path)} has an extended attribute {name!r}, whose name is not "
+                "valid UTF-8",
+                next_step="remove or rename the attribute",
+            ) from error
     xattr_bytes = sum(len(name) + len(value) for name, value in item.xattrs)
     if len(item.xattrs) > limits.XATTRS_MAX or xattr_bytes > limits.XATTRS_BYTES_MAX:
         raise SourceError(

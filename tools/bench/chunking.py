@@ -1,4 +1,4 @@
-"""What the ways of cutting cost and save: the table behind `format_spec/decisions/0002-chunking.md`.
+"""What the ways of cutting cost and save: the table behind decision 0002 on chunking.
 
     .venv/bin/python -m tools.bench.chunking --data DIR [--dumps OLD NEW]...
 
@@ -11,16 +11,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from snapstore.chunking.base import Cutter
 from snapstore.chunking.content import ContentCutter
 from snapstore.chunking.pages import PageCutter
 from snapstore.source.criu_pagemap import PageFlag, parse_pagemap
 from snapstore.units import KIB, MIB, PAGE_BYTES
+
+if TYPE_CHECKING:
+    from snapstore.chunking.base import Cutter
 
 ByteArray = npt.NDArray[np.uint8]
 Spans = Iterable[tuple[int, int]]

@@ -109,7 +109,7 @@ def text_pages(rng: Rng, count: int) -> Bytes:
         text = b"".join(WORDS[pick] for pick in picks)[:PAGE]
         row[: len(text)] = np.frombuffer(text, np.uint8)
     out: Bytes = pool[rng.integers(0, 64, count)].copy()
-    half = np.nonzero(rng.random(count) < 0.5)[0]  # noqa: PLR2004 - a half, as it says
+    half = np.nonzero(rng.random(count) < 0.5)[0]
     for _ in range(4):
         # The value is drawn before the place, as an assignment evaluates its right side first.
         values = rng.integers(0, 256, len(half), dtype=np.uint8)
@@ -129,7 +129,7 @@ def pages(rng: Rng, count: int) -> Bytes:
         kinds[at : at + run] = kind
         at += run
     text = np.nonzero(kinds == 1)[0]
-    weights = np.nonzero(kinds == 2)[0]  # noqa: PLR2004 - the third kind, see above
+    weights = np.nonzero(kinds == 2)[0]
     out[text] = text_pages(rng, len(text))
     for start in range(0, len(weights), 16384):
         rows = weights[start : start + 16384]

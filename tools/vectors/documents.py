@@ -142,7 +142,10 @@ def valid_documents() -> dict[str, list[Case]]:
             _good("released", LEASE, state="released"),
             _good("revoked", LEASE, state="revoked"),
         ],
-        "mark": [_good(word, MARK, state=word) for word in ("condemned", "revived", "deleting")],
+        "mark": [
+            _good(word, MARK, state=word)
+            for word in ("condemned", "revived", "deleting", "deleted")
+        ],
     }
 
 
@@ -361,7 +364,7 @@ def _lease() -> list[Case]:
 
 def _mark() -> list[Case]:
     return [
-        _bad("unknown state", MARK, state="deleted"),
+        _bad("unknown state", MARK, state="removed"),
         _bad("state null", MARK, state=None),
         _bad("state in capitals", MARK, state="Condemned"),
     ]
@@ -385,8 +388,9 @@ def transitions() -> dict[str, list[Case]]:
     lease = first | {word: set(live) for word in ("renewed", "committed", "released", "revoked")}
     mark: dict[str, set[str | None]] = {
         "condemned": {None, "revived"},
-        "revived": {"condemned"},
+        "revived": {"condemned", "deleted"},
         "deleting": {"condemned"},
+        "deleted": {"deleting"},
     }
     return {
         kind: [

@@ -26,7 +26,7 @@ KEYS = [
     (ObjectKind.REF, "a/00000001/@b/99999999", "refs/a/00000001/@b/99999999"),
     (ObjectKind.LEASE, f"{LEASE}/00000002", f"leases/{LEASE}/00000002"),
     (ObjectKind.MARK, f"packs/{ID}/00000001", f"marks/packs/{ID}/00000001"),
-    (ObjectKind.MARK, f"layouts/{ID}/00000001", f"marks/layouts/{ID}/00000001"),
+    (ObjectKind.MARK, f"ranks/{ID}/00000001", f"marks/ranks/{ID}/00000001"),
     (ObjectKind.HINT, f"page-order/{ID}", f"hints/page-order/{ID}"),
 ]
 

@@ -77,11 +77,14 @@ def test_only_committed_leases_have_a_snapshot() -> None:
                     lease.encode_lease(one)
 
 
-def test_lease_and_mark_chains_end() -> None:
-    """From a state that ends a chain nothing leads on."""
+def test_lease_chains_end_and_mark_chains_do_not() -> None:
+    """Nothing follows a lease that ended; an object that was deleted may be stored anew."""
     for ended in (lease.LeaseState.COMMITTED, lease.LeaseState.RELEASED, lease.LeaseState.REVOKED):
         assert not any(lease.may_follow(state, ended) for state in lease.LeaseState)
-    assert not any(mark.may_follow(state, mark.MarkState.DELETING) for state in mark.MarkState)
+    states = mark.MarkState
+    after_deleting = [state for state in states if mark.may_follow(state, states.DELETING)]
+    assert after_deleting == [states.DELETED]
+    assert [state for state in states if mark.may_follow(state, states.DELETED)] == [states.REVIVED]
 
 
 def test_a_mark_of_another_time() -> None:
