@@ -58,7 +58,10 @@ def command(*, json: bool, quiet: bool) -> Iterator[Console]:
         console.error(error)
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt as interrupt:
-        stopped = Interrupted("interrupted", next_step="run the same command again to go on")
+        # Who left work behind has noted how to go on from it.
+        notes = getattr(interrupt, "__notes__", ())
+        step = "; ".join(notes) or "run the same command again to go on"
+        stopped = Interrupted("interrupted", next_step=step)
         console.error(stopped)
         raise typer.Exit(stopped.exit_code) from interrupt
 

@@ -21,6 +21,10 @@ __all__ = ["Console"]
 
 _PLAIN_INTERVAL_S = 5.0
 _PIPE_COLUMNS = 200
+_CONTROL = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
+}
+"""Names and labels come from trees and stores of others: they must not steer a terminal."""
 
 
 class Console:
@@ -42,7 +46,7 @@ class Console:
         if self.json:
             print(msgspec.json.encode(value, order="sorted").decode(), flush=True)
         else:
-            self._out.print(text)
+            self._out.print(_shown(text))
 
     def table(self, headings: list[str], rows: list[list[str]]) -> None:
         """Print a table for people; columns whose heading ends in `>` are right-aligned."""
@@ -54,17 +58,17 @@ class Console:
                 no_wrap=True,
             )
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(_shown(cell).replace("\n", "\\n") for cell in row))
         self._out.print(table)
 
     def note(self, text: str) -> None:
         """Tell people something on the side."""
         if not self.quiet:
-            self._err.print(text)
+            self._err.print(_shown(text))
 
     def warn(self, text: str) -> None:
         """Tell people something that they should look at, even with `--quiet`."""
-        self._err.print(f"warning: {text}")
+        self._err.print(_shown(f"warning: {text}"))
 
     def error(self, error: SnapError) -> None:
         """Print an error: the object, then the next step."""
@@ -79,11 +83,10 @@ class Console:
                 }
             }
             print(msgspec.json.encode(document, order="sorted").decode(), flush=True)
-        self._err.print(f"error: {error}")
-        for note in getattr(error, "__notes__", ()):
-            self._err.print(f"note: {note}")
+        lines = [f"error: {error}", *(f"note: {note}" for note in getattr(error, "__notes__", ()))]
         if error.next_step:
-            self._err.print(f"next: {error.next_step}")
+            lines.append(f"next: {error.next_step}")
+        self._err.print(_shown("\n".join(lines)))
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[ProgressCallback | None]:
@@ -95,6 +98,10 @@ class Console:
                 yield callback
         else:
             yield _PlainProgress(self._err)
+
+
+def _shown(text: str) -> str:
+    return text.translate(_CONTROL)
 
 
 @contextlib.contextmanager

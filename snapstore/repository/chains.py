@@ -21,6 +21,7 @@ from snapstore.repository.objects import read_object
 
 if TYPE_CHECKING:
     from snapstore.backend.base import Backend, ObjectKind
+    from snapstore.units import BytesLike
 
 __all__ = [
     "Generation",
@@ -74,9 +75,9 @@ def read_history(backend: Backend, kind: ObjectKind, chain: str) -> list[Generat
 
 
 def append_generation(
-    backend: Backend, kind: ObjectKind, chain: str, body: bytes, *, after: int
+    backend: Backend, kind: ObjectKind, chain: str, *body: BytesLike, after: int
 ) -> int:
-    """Write generation `after` + 1 and return its number.
+    """Write generation `after` + 1, the concatenated `body`, and return its number.
 
     A reply that was lost is no conflict: the backend finds our own bytes, nonce included (C4).
 
@@ -88,10 +89,11 @@ def append_generation(
     if number > _NUMBER_MAX:
         raise LimitExceeded(
             f"{kind.value} {chain}: the chain is full at generation {_NUMBER_MAX}",
-            next_step="use another name",
+            next_step="use another name, or, if nobody can have written so many, move "
+            f"{kind.value}/{chain}/{_NUMBER_MAX} away",
         )
     try:
-        backend.put_new(kind, f"{chain}/{number:08d}", [body])
+        backend.put_new(kind, f"{chain}/{number:08d}", body)
     except ObjectExists as error:
         raise RefConflict(
             f"{kind.value} {chain}: generation {number} was written by somebody else"

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Self
 
 from snapstore.format import limits
+from snapstore.options import Compression
 from snapstore.repository.ingest import INGEST_BUFFER_BYTES
 from snapstore.repository.windows import WINDOW_BYTES
 from snapstore.units import MIB
@@ -15,8 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryPlan"]
 
-_INTERPRETER_BYTES = 96 * MIB
-"""Python with numpy and the codecs' own working memory, measured at rest and under load."""
+_INTERPRETER_BYTES = 56 * MIB
+"""Python with numpy and all that is imported, measured at rest."""
+
+_THREAD_BYTES = 6 * MIB
+_THREAD_BYTES_MAX_EFFORT = 20 * MIB
+"""A worker's codecs, scratch and temporary arrays, measured as the slope over 1 to 16 threads."""
 
 PACK_BYTES = 64 * MIB
 """Large enough for object storage, small enough that two of them fit most budgets."""
@@ -26,6 +31,7 @@ READ_BYTES = 8 * MIB
 
 _SMALL_BUDGET_BYTES = 512 * MIB
 _WINDOWS_MIN = 2
+_CATALOG_BYTES_MIN = 8 * MIB
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,8 +39,8 @@ class MemoryPlan:
     """Sizes and counts of everything large that an operation allocates.
 
     Attributes:
-        threads: Workers that read, cut, hash and encode.
-        readers: Reads in flight; fewer than `threads` where the budget forbids more.
+        threads: Workers that read, cut, hash and encode; no more than the budget has room for.
+        readers: Reads in flight; likewise.
         window_buffers: Windows in the pipeline.
         pack_bytes: At what size a pack is closed.
         packs_in_flight: Packs that are filled or written at once.
@@ -54,19 +60,24 @@ class MemoryPlan:
     def of(cls, options: StoreOptions) -> Self:
         """Divide the budget of `options`."""
         budget = options.memory_bytes
-        threads = options.threads_effective
         pack_bytes = PACK_BYTES if budget >= _SMALL_BUDGET_BYTES else 16 * MIB
         packs_in_flight = 2
-        left = budget - _INTERPRETER_BYTES - packs_in_flight * (pack_bytes + 8 * MIB)
         # A window holds its buffer and, until they are packed, its encoded frames.
         per_window = INGEST_BUFFER_BYTES + WINDOW_BYTES
-        catalog_bytes = min(budget // 8, left - _WINDOWS_MIN * per_window)
+        windows_min_bytes = _WINDOWS_MIN * per_window
+        is_max = options.compression is Compression.MAX
+        per_thread = _THREAD_BYTES_MAX_EFFORT if is_max else _THREAD_BYTES
+        left = budget - _INTERPRETER_BYTES - packs_in_flight * (pack_bytes + 8 * MIB)
+        room = (left - windows_min_bytes - _CATALOG_BYTES_MIN) // per_thread
+        threads = min(options.threads_effective, room)
+        left -= threads * per_thread
+        catalog_bytes = min(budget // 8, left - windows_min_bytes)
         windows = (left - catalog_bytes) // per_window
         # A reader holds stored bytes, a decoded frame and the planes of one.
-        per_reader = READ_BYTES + 2 * limits.FRAME_PLAIN_BYTES_MAX
+        per_reader = READ_BYTES + 2 * limits.FRAME_PLAIN_BYTES_MAX + 2 * MIB
         return cls(
             threads=threads,
-            readers=min(threads, (budget - _INTERPRETER_BYTES) // per_reader),
+            readers=min(options.threads_effective, (budget - _INTERPRETER_BYTES) // per_reader),
             window_buffers=min(windows, 2 * threads + 4),
             pack_bytes=pack_bytes,
             packs_in_flight=packs_in_flight,

@@ -28,7 +28,7 @@ from snapstore.format.snapshot import RankEntry, RootManifest, encode_snapshot
 from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.ids import RankId, RefName, SnapshotId
 from snapstore.repository.catalog import Catalog
-from snapstore.repository.chains import head_number
+from snapstore.repository.chains import append_generation, head_number
 from snapstore.repository.file_streams import plan_file_streams
 from snapstore.repository.frames import FrameTable
 from snapstore.repository.ingest import Ingest, IngestTotals
@@ -198,9 +198,10 @@ class _Writer:
             if newest and _same_places(self.backend, rank_id, newest, layout):
                 return
             try:
-                name = f"{rank_id.hex}/{newest + 1:08d}"
-                self.backend.put_new(ObjectKind.LAYOUT, name, layout.pieces)
-            except ObjectExists:
+                append_generation(
+                    self.backend, ObjectKind.LAYOUT, rank_id.hex, *layout.pieces, after=newest
+                )
+            except RefConflict:
                 continue  # Another push of the same tree was faster: look at what it wrote.
             self.metadata_bytes += layout.length
             return

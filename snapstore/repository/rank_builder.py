@@ -6,7 +6,9 @@ anonymous temporary file; segments are few and stay in memory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import mmap
 import os
 import tempfile
@@ -15,13 +17,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from snapstore.clock import Clock, format_utc
+from snapstore.errors import BackendError, OutOfSpace
 from snapstore.format import rank as rank_format
 from snapstore.format.tables import STREAM_DTYPE, Rows
 from snapstore.repository.layouts import ZERO_FRAME, SegmentTable, build_layout, join_segments
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from snapstore.format.envelope import Built
     from snapstore.format.tree import TreeEntry
@@ -92,11 +95,13 @@ class RankBuilder:
         if stream.zeros and len(data) and not data[0]:
             # Zeros are one extent however the windows lie: a hole is one, what was written is not.
             extents["length"][0] += stream.zeros
-            self._spool.seek(-extents.itemsize, os.SEEK_CUR)
+            with _translated():
+                self._spool.seek(-extents.itemsize, os.SEEK_CUR)
             stream.extents -= 1
         if len(data):
             stream.zeros = 0 if data[-1] else int(extents["length"][-1])
-        self._spool.write(extents.tobytes())
+        with _translated():
+            self._spool.write(extents.tobytes())
         stream.extents += len(extents)
         stream.length += int(pieces.lengths.sum())
         self.data_bytes += int(pieces.lengths[data].sum())
@@ -126,7 +131,9 @@ class RankBuilder:
 
     def close(self) -> None:
         """Give the temporary file back. Idempotent."""
-        self._spool.close()
+        # What could not be written is not wanted any more.
+        with contextlib.suppress(OSError):
+            self._spool.close()
 
     def _extents(self) -> Rows:
         row_bytes = rank_format.EXTENT_DTYPE.itemsize
@@ -134,11 +141,24 @@ class RankBuilder:
         if count == 0:
             return np.zeros(0, rank_format.EXTENT_DTYPE)
         if count * row_bytes > _SPOOL_BYTES:
-            self._spool.flush()
+            with _translated():
+                self._spool.flush()
             mapped = mmap.mmap(self._spool.fileno(), count * row_bytes, prot=mmap.PROT_READ)
             return np.frombuffer(mapped, rank_format.EXTENT_DTYPE)
         self._spool.seek(0)
         return np.frombuffer(self._spool.read(), rank_format.EXTENT_DTYPE)
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        raise (OutOfSpace if is_full else BackendError)(
+            f"cannot write a temporary file in {tempfile.gettempdir()!r}: {error.strerror}",
+            next_step="make room there, or let TMPDIR name another directory",
+        ) from error
 
 
 def _joined(parts: list[SegmentTable]) -> SegmentTable:

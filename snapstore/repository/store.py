@@ -215,12 +215,15 @@ def init_store(
     """
     clock = clock or SystemClock()
     backend = _patient(open_backend(url, create=True), clock)
-    config = StoreConfig(created=format_utc(clock.now_ns()), store_id=secrets.token_hex(16))
     try:
-        # Whoever was first has made the store: theirs counts.
-        with contextlib.suppress(ObjectExists):
-            backend.put_new(ObjectKind.CONFIG, "", [encode_config(config)])
-        config = _read_config(backend)
+        try:
+            config = _read_config(backend)
+        except StoreNotFound:
+            new = StoreConfig(created=format_utc(clock.now_ns()), store_id=secrets.token_hex(16))
+            # Whoever was first has made the store: theirs counts.
+            with contextlib.suppress(ObjectExists):
+                backend.put_new(ObjectKind.CONFIG, "", [encode_config(new)])
+            config = _read_config(backend)
     except BaseException:
         backend.close()
         raise

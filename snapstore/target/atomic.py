@@ -133,6 +133,9 @@ class AtomicDirectory:
                     next_step="check the file system",
                 ) from error
         self._is_committed = True
+        self._remove_journal()
+
+    def _remove_journal(self) -> None:
         with contextlib.suppress(OSError):
             os.unlink(self._journal_name, dir_fd=self._parent_fd)
 
@@ -175,10 +178,15 @@ class AtomicDirectory:
                 f"an earlier pull left its work in {os.fspath(self.path)!r}",
                 next_step="add --resume to go on from it, or remove it",
             )
-        if not (is_known and is_left):
-            self.journal.start()
-        if not (self._in_place or is_there):
-            self._make_work_directory()
+        try:
+            if not (is_known and is_left):
+                self.journal.start()
+            if not (self._in_place or is_there):
+                self._make_work_directory()
+        except BaseException:
+            if not (is_known or is_there):
+                self._remove_journal()
+            raise
         return is_left
 
     def _make_work_directory(self) -> None:

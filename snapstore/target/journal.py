@@ -172,8 +172,11 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = OutOfSpace if error.errno in NO_SPACE else TargetError
-        raise kind(f"cannot write the journal of the pull: {error.strerror}") from error
+        is_full = error.errno in NO_SPACE
+        raise (OutOfSpace if is_full else TargetError)(
+            f"cannot write the journal of the pull: {error.strerror}",
+            next_step="make room and run it again with --resume" if is_full else "",
+        ) from error
 
 
 _INFINITE = 1 << 64

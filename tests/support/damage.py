@@ -27,7 +27,7 @@ import xxhash
 from snapstore.backend.base import Backend, ObjectKind
 from snapstore.backend.layout import key_of
 from snapstore.backend.posix import PosixBackend
-from snapstore.backend.trace import Operation, TracingBackend, Verb
+from snapstore.backend.trace import Operation, TraceHook, TracingBackend, Verb
 from snapstore.clock import Clock, SystemClock
 from snapstore.format import envelope, limits
 from snapstore.format import layout as layout_format
@@ -472,7 +472,7 @@ class Crash:
         self.at = at
         self.boundaries: list[Boundary] = []
         self.dead = False
-        self.put_bytes: dict[ObjectKind, int] = {}
+        self.put_bytes: dict[ObjectKind, list[int]] = {kind: [] for kind in ObjectKind}
         self._lock = threading.Lock()
         self._ordinals: dict[tuple[ObjectKind, Verb], int] = {}
         self._began: dict[int, int] = {}
@@ -488,9 +488,7 @@ class Crash:
             self._pass(Boundary(operation.kind.value, operation.verb, ordinal, after=False))
             if operation.verb == "put_new":
                 # Counted as soon as it begins: bytes may be on their way when it dies.
-                self.put_bytes[operation.kind] = (
-                    self.put_bytes.get(operation.kind, 0) + operation.size_bytes
-                )
+                self.put_bytes[operation.kind].append(operation.size_bytes)
 
     def after(self, operation: Operation, error: BaseException | None) -> None:
         """See `TraceHook.after`."""
@@ -507,6 +505,32 @@ class Crash:
             raise Killed(str(boundary))
 
 
+class Meanwhile:
+    """Does something else at one boundary (`snapstore.backend.trace.TraceHook`)."""
+
+    def __init__(self, at: Boundary, act: Callable[[], object]) -> None:
+        self._crash = Crash(at)
+        self._act = act
+        self.has_acted = False
+
+    def before(self, operation: Operation) -> None:
+        """See `TraceHook.before`."""
+        self._unless(lambda: self._crash.before(operation))
+
+    def after(self, operation: Operation, error: BaseException | None) -> None:
+        """See `TraceHook.after`."""
+        self._unless(lambda: self._crash.after(operation, error))
+
+    def _unless(self, look: Callable[[], None]) -> None:
+        if self.has_acted:
+            return
+        try:
+            look()
+        except Killed:
+            self.has_acted = True
+            self._act()
+
+
 def open_on(
     backend: Backend, root: Path, options: StoreOptions, *, clock: Clock | None = None
 ) -> Store:
@@ -515,7 +539,7 @@ def open_on(
     return Store(backend, config, options, clock or SystemClock())
 
 
-def open_traced(root: Path, options: StoreOptions, hook: Crash) -> Store:
+def open_traced(root: Path, options: StoreOptions, hook: TraceHook) -> Store:
     """Open a store whose backend is watched by a hook."""
     backend = TracingBackend(PosixBackend(root), clock=SystemClock(), hook=hook)
     return open_on(backend, root, options)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from snapstore.errors import UsageError
 from snapstore.format import limits
-from snapstore.options import MEMORY_BYTES_MIN, StoreOptions
+from snapstore.options import MEMORY_BYTES_MIN, Compression, StoreOptions
 from snapstore.repository import memory
 from snapstore.repository.ingest import INGEST_BUFFER_BYTES
 from snapstore.repository.memory import MemoryPlan
@@ -22,33 +22,45 @@ budgets = st.one_of(
 )
 
 
-@given(budgets, st.integers(1, 64))
-@example(MEMORY_BYTES_MIN, 1)
-@example(MEMORY_BYTES_MIN, 64)
-@example(512 * MIB, 64)
-@example(64 * GIB, 64)
-def test_push_and_pull_stay_within_the_budget(budget: int, threads: int) -> None:
+efforts = st.sampled_from(list(Compression))
+
+
+def plan_of(budget: int, threads: int, effort: Compression = Compression.AUTO) -> MemoryPlan:
+    return MemoryPlan.of(StoreOptions(memory_bytes=budget, threads=threads, compression=effort))
+
+
+@given(budgets, st.integers(1, 64), efforts)
+@example(MEMORY_BYTES_MIN, 1, Compression.MAX)
+@example(MEMORY_BYTES_MIN, 64, Compression.MAX)
+@example(MEMORY_BYTES_MIN, 64, Compression.AUTO)
+@example(512 * MIB, 64, Compression.AUTO)
+@example(64 * GIB, 64, Compression.AUTO)
+def test_push_and_pull_stay_within_the_budget(
+    budget: int, threads: int, effort: Compression
+) -> None:
     """Goal: what each operation allocates at most, added up here again, fits the budget.
 
     Method: the sizes that the parts really use. A push holds packs with room for one more frame
     and their tables, windows with what they carry over and their encoded frames, and the catalog.
     A pull holds for each reader stored bytes, a decoded frame, and its planes while it is decoded.
     """
-    plan = MemoryPlan.of(StoreOptions(memory_bytes=budget, threads=threads))
-    rest = memory._INTERPRETER_BYTES
+    plan = plan_of(budget, threads, effort)
+    is_max = effort is Compression.MAX
+    working = memory._THREAD_BYTES_MAX_EFFORT if is_max else memory._THREAD_BYTES
     packs = plan.packs_in_flight * (plan.pack_bytes + limits.FRAME_STORED_BYTES_MAX)
     windows = plan.window_buffers * (INGEST_BUFFER_BYTES + WINDOW_BYTES)
-    assert rest + packs + windows + plan.catalog_bytes <= budget
+    push = packs + windows + plan.catalog_bytes + plan.threads * working
+    assert memory._INTERPRETER_BYTES + push <= budget
     stored = max(plan.read_bytes, limits.FRAME_STORED_BYTES_MAX)
-    readers = plan.readers * (stored + 2 * limits.FRAME_PLAIN_BYTES_MAX)
-    assert rest + readers <= budget
+    pull = plan.readers * (stored + 2 * limits.FRAME_PLAIN_BYTES_MAX)
+    assert memory._INTERPRETER_BYTES + pull <= budget
 
 
-@given(budgets, st.integers(1, 64))
-@example(MEMORY_BYTES_MIN, 64)
-def test_there_is_always_enough_to_go_on(budget: int, threads: int) -> None:
-    plan = MemoryPlan.of(StoreOptions(memory_bytes=budget, threads=threads))
-    assert plan.threads == threads
+@given(budgets, st.integers(1, 64), efforts)
+@example(MEMORY_BYTES_MIN, 64, Compression.MAX)
+def test_there_is_always_enough_to_go_on(budget: int, threads: int, effort: Compression) -> None:
+    plan = plan_of(budget, threads, effort)
+    assert 1 <= plan.threads <= threads
     assert 1 <= plan.readers <= threads
     # One window is cut while another is read.
     assert plan.window_buffers >= 2
@@ -60,21 +72,24 @@ def test_there_is_always_enough_to_go_on(budget: int, threads: int) -> None:
 
 
 @given(st.integers(1, 64), st.integers(MEMORY_BYTES_MIN, 4 * GIB), st.integers(0, 4 * GIB))
-def test_more_memory_is_never_less_of_anything(threads: int, budget: int, more: int) -> None:
-    small = MemoryPlan.of(StoreOptions(memory_bytes=budget, threads=threads))
-    large = MemoryPlan.of(StoreOptions(memory_bytes=budget + more, threads=threads))
+def test_more_memory_is_never_fewer_threads(threads: int, budget: int, more: int) -> None:
+    small, large = plan_of(budget, threads), plan_of(budget + more, threads)
     assert large.readers >= small.readers
     assert large.pack_bytes >= small.pack_bytes
     if large.pack_bytes == small.pack_bytes:
-        assert large.window_buffers >= small.window_buffers
-        assert large.catalog_bytes >= small.catalog_bytes
+        assert large.threads >= small.threads
 
 
-def test_the_default_uses_all_threads() -> None:
-    cores = len(os.sched_getaffinity(0))
-    plan = MemoryPlan.of(StoreOptions())
-    assert plan.threads == cores
-    assert plan.readers == min(cores, 58)
+def test_the_default_budget_has_room_for_many_threads() -> None:
+    for threads in (1, 2, 8, 32, 50):
+        plan = plan_of(GIB, threads)
+        assert (plan.threads, plan.readers) == (threads, threads)
+        assert plan.window_buffers >= min(2 * threads, 12)
+        assert plan.catalog_bytes == GIB // 8
+
+
+def test_zero_threads_are_one_per_usable_core() -> None:
+    assert plan_of(4 * GIB, 0).threads == len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("budget", [0, 1, MEMORY_BYTES_MIN - 1])

@@ -1,0 +1,164 @@
+"""A store on real mounts; run by `test_mounts.py` in a mount namespace of its own."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from snapstore.errors import AccessDenied, OutOfSpace, RefNotFound
+from snapstore.repository import memory
+from snapstore.repository.store import init_store
+from snapstore.units import KIB, MIB
+from tests.support.damage import (
+    Lab,
+    age,
+    leftovers,
+    make_tree,
+    nothing_left,
+    run_program,
+    temporaries,
+    tree_state,
+)
+from tests.support.schemas import check_store
+
+
+def mount(*arguments: str | Path) -> None:
+    """Mount something."""
+    subprocess.run(["mount", *arguments], check=True)  # noqa: S603, S607
+
+
+def small_disk(folder: Path, size: str) -> Path:
+    """Make a disk of that size."""
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder)
+    return folder
+
+
+def push_full(folder: Path) -> None:
+    """A push to a full disk: exit 8, nothing has the name, and the same push works with room.
+
+    Method: a first snapshot and a file that takes the rest of the disk. Proves: I1, I2, I3, S4.
+    """
+    disk = small_disk(folder / "disk", "4m")
+    lab = Lab(disk / "store", make_tree(folder / "tree", random.Random(1)))
+    old = make_tree(folder / "old", random.Random(2))
+    with init_store(str(lab.root), lab.options) as store:
+        store.push(old, "old")
+    ballast = disk / "ballast"
+    free = 4 * MIB - sum(path.stat().st_blocks * 512 for path in disk.rglob("*"))
+    # Room for a lease, for some of the data, and for all but the last few objects.
+    for left in (0, 12 * KIB, 40 * KIB, 200 * KIB, 400 * KIB, 600 * KIB):
+        ballast.write_bytes(bytes(free - left))
+        with nothing_left(), lab.open() as store, pytest.raises(OutOfSpace) as caught:
+            store.push(lab.tree, lab.name)
+        assert caught.value.exit_code == 8
+        assert "make room" in caught.value.next_step
+        assert temporaries(lab.root) == []
+        with lab.open() as store:
+            with pytest.raises(RefNotFound):
+                store.snapshot(lab.name)
+            assert [str(found.name) for found in store.list()] == ["old:latest"]
+            store.pull("old", folder / f"old-{left}")
+        assert tree_state(folder / f"old-{left}") == tree_state(old)
+        check_store(lab.root)
+    result = run_program("push", lab.tree, lab.name, "--store", lab.root, "--json")
+    assert result.returncode == 8, result.stderr
+    assert '"code":"OutOfSpace"' in result.stdout
+    ballast.unlink()
+    lab.push()
+    lab.pull(folder / "out")
+    assert tree_state(folder / "out") == tree_state(lab.tree)
+    check_store(lab.root)
+
+
+def pull_full(folder: Path) -> None:
+    """A pull to a full disk: exit 8, nothing has the name, and it goes on once there is room.
+
+    Method: less and less ballast, so that it ends at other places. Proves: I8.
+    """
+    tree = make_tree(folder / "tree", random.Random(1))
+    (tree / "more.bin").write_bytes(random.Random(3).randbytes(9 * MIB))
+    age(tree)
+    lab = Lab(folder / "store", tree)
+    with init_store(str(lab.root), lab.options) as store:
+        store.push(lab.tree, lab.name)
+    disk = small_disk(folder / "disk", "10m")
+    ballast, out = disk / "ballast", disk / "out"
+    for left in (0, 4 * KIB, 24 * KIB, 1 * MIB, 6 * MIB, 9 * MIB):
+        ballast.write_bytes(bytes(10 * MIB - left))
+        with nothing_left(), pytest.raises(OutOfSpace) as caught:
+            lab.pull(out, resume=True)
+        assert caught.value.exit_code == 8
+        assert caught.value.next_step
+        assert not out.exists()
+        assert bool(leftovers(out)) == (left > 0), left
+        ballast.unlink()
+    ballast.write_bytes(bytes(1 * MIB))
+    result = run_program("pull", lab.name, out, "--resume", "--store", lab.root, "--json")
+    assert result.returncode == 8, result.stderr
+    assert "--resume" in result.stderr
+    ballast.unlink()
+    resumed = lab.pull(out, resume=True)
+    assert resumed.resumed_bytes > 1 * MIB
+    assert tree_state(out) == tree_state(lab.tree)
+    assert leftovers(out) == []
+
+
+def readonly(folder: Path) -> None:
+    """A store on a read-only mount: push is exit 5, everything that reads works. Proves: I2."""
+    lab = Lab.make(folder, random.Random(1))
+    before = sorted(lab.root.rglob("*"))
+    mount("--bind", lab.root, lab.root)
+    mount("-o", "remount,ro,bind", lab.root)
+    with lab.open() as store, pytest.raises(AccessDenied) as caught:
+        store.push(lab.tree, lab.name)
+    assert caught.value.exit_code == 5
+    assert "mount" in caught.value.next_step
+    lab.pull(folder / "out")
+    assert tree_state(folder / "out") == tree_state(lab.tree)
+    for arguments, code in (
+        (("push", str(lab.tree), lab.name), 5),
+        (("pull", lab.name, str(folder / "by-program")), 0),
+        (("ls",), 0),
+        (("show", lab.name), 0),
+        (("init",), 0),
+    ):
+        result = run_program(*arguments, "--store", lab.root)
+        assert result.returncode == code, result.stderr
+        assert "Traceback" not in result.stderr
+    assert tree_state(folder / "by-program") == tree_state(lab.tree)
+    assert sorted(lab.root.rglob("*")) == before
+
+
+def spool_full(folder: Path) -> None:
+    """No room for temporary files is not the store's fault, and the message says whose it is.
+
+    Method: the directory for temporary files is a full disk, and chunk tables go there at once.
+    """
+    import tempfile  # noqa: PLC0415 - only here
+
+    from snapstore.repository import rank_builder  # noqa: PLC0415 - to be changed
+
+    lab = Lab.make(folder, random.Random(1))
+    disk = small_disk(folder / "disk", "4k")
+    (disk / "ballast").write_bytes(bytes(4 * KIB))
+    tempfile.tempdir = str(disk)
+    rank_builder._SPOOL_BYTES = 48
+    with nothing_left(), pytest.raises(OutOfSpace, match="temporary") as caught:
+        lab.push("other")
+    assert str(disk) in str(caught.value)
+    assert "TMPDIR" in caught.value.next_step
+    check_store(lab.root)
+
+
+if __name__ == "__main__":
+    memory.PACK_BYTES = 120 * KIB
+    worlds = {
+        "push_full": push_full,
+        "pull_full": pull_full,
+        "readonly": readonly,
+        "spool_full": spool_full,
+    }
+    worlds[sys.argv[1]](Path(sys.argv[2]))

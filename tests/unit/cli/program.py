@@ -1,0 +1,93 @@
+"""Runs the real program as users do: another process, its two outputs, its exit code."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from snapstore.clock import SystemClock
+
+__all__ = ["Ended", "objects", "one_object", "run", "start", "wait_until"]
+
+SCRIPT = Path(sys.executable).parent / "snapstore"
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "HOME": "/nonexistent"}
+PATIENCE_S = 60.0
+_POLL_S = 0.002
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """What a run of the program left."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command_line(arguments: Sequence[str | Path], flags: Sequence[str] = ()) -> list[str]:
+    """The installed script under this interpreter, so that its flags can be tested too."""
+    return [sys.executable, *flags, str(SCRIPT), *map(str, arguments)]
+
+
+def run(
+    *arguments: str | Path,
+    store: Path | str | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
+) -> Ended:
+    """Run the program to its end; a Python traceback is never right."""
+    options = [] if store is None else ["--store", str(store)]
+    done = subprocess.run(  # noqa: S603 - our own program
+        command_line([*arguments, *options], flags),
+        env={**ENVIRONMENT, **(environment or {})},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def start(*arguments: str | Path, store: Path) -> subprocess.Popen[str]:
+    """Start the program; its output goes to pipes, so let it print little."""
+    return subprocess.Popen(  # noqa: S603 - our own program
+        command_line([*arguments, "--store", str(store)]),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    )
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Return as soon as something is so; it must become so before the process ends."""
+    clock = SystemClock()
+    end_s = clock.monotonic_s() + PATIENCE_S
+    while not condition():
+        assert process.poll() is None, f"ended with {process.returncode} too early"
+        assert clock.monotonic_s() < end_s, "nothing happened"
+        clock.sleep_s(_POLL_S)
+
+
+def one_object(ended: Ended) -> dict[str, Any]:
+    """Read the single JSON object of a run that succeeded."""
+    assert ended.code == 0, ended.err
+    (found,) = objects(ended)
+    return found
+
+
+def objects(ended: Ended) -> list[dict[str, Any]]:
+    """Read one JSON object a line, with sorted keys and nothing else around them."""
+    found = []
+    # Not `splitlines`, which takes characters for line ends that JSON does not.
+    for line in ended.out.split("\n")[:-1]:
+        value = json.loads(line)
+        assert isinstance(value, dict)
+        assert list(value) == sorted(value)
+        found.append(value)
+    assert ended.out == "" or ended.out.endswith("\n")
+    return found

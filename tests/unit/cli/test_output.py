@@ -1,0 +1,128 @@
+"""What people see: results on stdout, everything else on stderr, nothing that steers a terminal."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import snapstore
+from tests.unit.cli.conftest import Shop
+from tests.unit.cli.program import one_object, run
+
+
+def test_help_names_all_commands_and_exit_codes() -> None:
+    ended = run("-h")
+    assert ended.code == 0
+    for command in ("init", "push", "pull", "ls", "show"):
+        assert f"\n  {command} " in ended.out
+    assert "130 interrupted" in " ".join(ended.out.split())
+
+
+def test_version() -> None:
+    ended = run("--version")
+    assert (ended.code, ended.out, ended.err) == (0, f"{snapstore.VERSION}\n", "")
+
+
+def test_no_command_is_help() -> None:
+    ended = run()
+    assert "Usage: snapstore" in ended.out + ended.err
+
+
+@pytest.mark.parametrize("command", ["push", "pull", "ls", "show", "init"])
+def test_quiet_says_nothing_on_stderr(command: str, shop: Shop, tmp_path: Path) -> None:
+    """Goal: with --quiet a command that succeeds prints its result and nothing else."""
+    arguments: dict[str, list[str | Path]] = {
+        "push": ["push", shop.tree, "a"],
+        "pull": ["pull", "team/model:v1", tmp_path / "out"],
+        "ls": ["ls"],
+        "show": ["show", "team/model:v1"],
+        "init": ["init"],
+    }
+    store = shop.store
+    if command in {"push", "init"}:
+        store = tmp_path / "store"
+        snapstore.init_store(f"file://{store}").close()
+    ended = run(*arguments[command], "--quiet", store=store)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out
+
+
+def test_progress_is_lines_where_there_is_no_terminal(shop: Shop, tmp_path: Path) -> None:
+    """Goal: a log shows what is being done, without escape sequences; stdout has none of it."""
+    snapstore.init_store(f"file://{tmp_path / 'store'}").close()
+    pushed = run("push", shop.tree, "a", "--json", store=tmp_path / "store")
+    assert [line.split(":")[0] for line in pushed.err.splitlines()] == ["scan", "store", "commit"]
+    assert "store: 5.44 MB" in pushed.err
+    assert len(pushed.out.splitlines()) == 1
+    pulled = run("pull", "a", tmp_path / "out", store=tmp_path / "store")
+    assert [line.split(":")[0] for line in pulled.err.splitlines()] == ["plan", "fetch", "finish"]
+    assert "\x1b" not in pushed.err + pulled.err + pulled.out
+
+
+def test_push_and_pull_tell_people_what_matters(shop: Shop, tmp_path: Path) -> None:
+    snapstore.init_store(f"file://{tmp_path / 'store'}").close()
+    pushed = run("push", shop.tree, "a/b:c", store=tmp_path / "store")
+    assert pushed.out.startswith("a/b:c is snapshot ")
+    assert "(directory, 2 ranks)" in pushed.out
+    assert "the store grew by" in pushed.out
+    pulled = run("pull", "a/b:c", tmp_path / "out", store=tmp_path / "store")
+    assert f"is in {tmp_path / 'out'}: 4 files, 5.44 MB" in pulled.out
+
+
+def test_ls_is_a_table(shop: Shop) -> None:
+    ended = run("ls", store=shop.store)
+    header, _, row = [line for line in ended.out.splitlines() if line.strip()][:3]
+    assert header.split() == ["name", "snapshot", "created", "kind", "ranks", "size"]
+    assert row.split()[0] == "team/model:v1"
+    assert row.split()[1] == shop.snapshot[:12]
+    assert ended.err == ""
+
+
+def test_show_is_for_people_too(shop: Shop) -> None:
+    """Goal: identity, labels, codecs, ranks and streams are all there, none cut off."""
+    ended = run("show", "team/model:v1", store=shop.store)
+    assert ended.code == 0
+    for text in (shop.snapshot, "label         note=a=b", "codec         planes", "weights.bin"):
+        assert text in ended.out
+    for rank_id in shop.pushed.ranks.values():
+        assert rank_id.short in ended.out
+
+
+def test_the_environment_names_the_store(shop: Shop, tmp_path: Path) -> None:
+    """Goal: SNAPSTORE_URL is the default, --store is above it, and an empty value is none."""
+    url = {"SNAPSTORE_URL": f"file://{shop.store}"}
+    assert "team/model:v1" in run("ls", environment=url).out
+    wrong = {"SNAPSTORE_URL": f"file://{tmp_path}"}
+    assert "team/model:v1" in run("ls", environment=wrong, store=shop.store).out
+    assert run("ls", environment=wrong).code == 3
+    assert run("ls", environment={"SNAPSTORE_URL": ""}).code == 2
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    """Goal: what trees and stores of others are called arrives as text and as nothing else.
+
+    Method: escape sequences and line breaks in the names of a file, of a fifo that is left out,
+    in a label, and in a path that cannot be read as a directory.
+    """
+    evil = "x\x1b[2J\x07\x9b31m\x85y"
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / f"{evil}\nfile.bin").write_bytes(os.urandom(100_000))
+    os.mkfifo(tree / evil)
+    store = tmp_path / "store"
+    snapstore.init_store(f"file://{store}").close()
+    arguments = ("push", tree, "a", "--skip-special", "--label", f"k={evil}")
+    ended = [
+        run(*arguments, store=store),
+        run("show", "a", store=store),
+        run("push", tree / evil, "a", store=store),
+        run("show", evil, store=store),
+    ]
+    assert [one.code for one in ended] == [0, 0, 1, 2]
+    for one in ended:
+        assert not {*"\x1b\x07\x9b\x85"} & {*(one.out + one.err)}
+    assert "left out x\\x1b[2J" in ended[0].err
+    assert "x\\x1b[2J\\x07\\x9b31m\\x85y\\nfile.bin" in ended[1].out
+    # Programs get the real names.
+    shown = one_object(run("show", "a", "--json", store=store))
+    assert shown["labels"] == {"k": evil}
