@@ -26,8 +26,9 @@ lint: setup  ## style, types, layers
 	@report=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
 	@if [ -e tools/tidy.py ]; then $(PYTHON) -m tools.tidy; fi
 
-bench: setup  ## measure speed and size, against other tools where they are installed
-	@$(PYTHON) -m tools.bench $(ARGS)
+bench: setup  ## measure speed and size beside restic, borg, casync and hf-xet (half an hour)
+	@tools/bench/install_peers.sh
+	@$(PYTHON) -m tools.bench.local $(ARGS)
 
 clean:  ## remove what make has made: .venv, CRIU, caches
 	rm -rf .venv tools/criu build dist *.egg-info .cache .hypothesis

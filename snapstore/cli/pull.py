@@ -19,6 +19,7 @@ from snapstore.cli.common import (
 )
 from snapstore.clock import SystemClock
 from snapstore.options import Integrity, StoreOptions
+from snapstore.repository.pull import PullResult
 from snapstore.repository.store import open_store
 from snapstore.units import format_bytes, parse_bytes
 
@@ -80,20 +81,31 @@ def pull(
         seconds = clock.monotonic_s() - started_s
         for warning in result.warnings:
             console.warn(warning)
-        rate = format_bytes(int(result.logical_bytes / max(seconds, 1e-3)))
         console.result(
-            {
-                "snapshot": result.snapshot.hex,
-                "directory": str(directory),
-                "files": result.files,
-                "bytes": result.logical_bytes,
-                "data_bytes": result.data_bytes,
-                "read_bytes": result.read_bytes,
-                "resumed_bytes": result.resumed_bytes,
-                "integrity": integrity.value,
-                "warnings": list(result.warnings),
-                "seconds": round(seconds, 3),
-            },
-            f"snapshot {result.snapshot.short} is in {directory}: {result.files} files, "
-            f"{format_bytes(result.logical_bytes)} in {seconds:.2f} s ({rate}/s)",
+            _document(result, directory, integrity, seconds), _text(result, directory, seconds)
         )
+
+
+def _document(
+    result: PullResult, directory: Path, integrity: Integrity, seconds: float
+) -> dict[str, object]:
+    return {
+        "snapshot": result.snapshot.hex,
+        "directory": str(directory),
+        "files": result.files,
+        "bytes": result.logical_bytes,
+        "data_bytes": result.data_bytes,
+        "read_bytes": result.read_bytes,
+        "resumed_bytes": result.resumed_bytes,
+        "integrity": integrity.value,
+        "warnings": list(result.warnings),
+        "seconds": round(seconds, 3),
+    }
+
+
+def _text(result: PullResult, directory: Path, seconds: float) -> str:
+    rate = format_bytes(int(result.logical_bytes / max(seconds, 1e-3)))
+    return (
+        f"snapshot {result.snapshot.short} is in {directory}: {result.files} files, "
+        f"{format_bytes(result.logical_bytes)} in {seconds:.2f} s ({rate}/s)"
+    )

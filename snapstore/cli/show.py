@@ -75,6 +75,11 @@ def _print(console: Console, summary: SnapshotSummary, *, all_streams: bool) -> 
         ),
     ]
     console.result({}, "\n".join(lines))
+    _print_ranks(console, summary)
+    _print_streams(console, summary, all_streams=all_streams)
+
+
+def _print_ranks(console: Console, summary: SnapshotSummary) -> None:
     console.table(
         [
             "rank",
@@ -104,6 +109,9 @@ def _print(console: Console, summary: SnapshotSummary, *, all_streams: bool) -> 
             for rank in summary.ranks
         ],
     )
+
+
+def _print_streams(console: Console, summary: SnapshotSummary, *, all_streams: bool) -> None:
     streams = [(rank.rank, stream) for rank in summary.ranks for stream in rank.streams]
     streams.sort(key=lambda item: -item[1].logical_bytes)
     shown = streams if all_streams else streams[:_STREAMS_SHOWN]

@@ -104,8 +104,8 @@ class _Fetch:
                 raise
 
         with ThreadPoolExecutor(threads, thread_name_prefix="snapstore-fetch") as executor:
-            futures = [executor.submit(work) for _ in range(threads)]
             try:
+                futures = [executor.submit(work) for _ in range(threads)]
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 self._stop.set()

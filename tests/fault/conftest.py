@@ -1,6 +1,7 @@
 """Small packs, a tree that fills some of them, and the check that nothing is left running."""
 
 import dataclasses
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ PACK_BYTES = 120 * KIB
 
 
 @pytest.fixture(autouse=True)
-def small_packs(monkeypatch: pytest.MonkeyPatch) -> int:
+def _small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Close packs early, so that a small tree fills several."""
     plan_of = MemoryPlan.of
 
@@ -26,7 +27,6 @@ def small_packs(monkeypatch: pytest.MonkeyPatch) -> int:
         return dataclasses.replace(plan_of(options), pack_bytes=PACK_BYTES)
 
     monkeypatch.setattr(MemoryPlan, "of", of)
-    return PACK_BYTES
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +54,12 @@ def lab(trees: tuple[Path, Path], tmp_path: Path) -> Lab:
     with init_store(str(lab.root), lab.options) as store:
         store.push(trees[0], lab.name)
     return lab
+
+
+@pytest.fixture(autouse=True)
+def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for the disk: what dies here are processes, and the page cache outlives them."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(autouse=True)

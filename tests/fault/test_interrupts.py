@@ -23,6 +23,8 @@ from tests.support.damage import (
 )
 from tests.support.schemas import check_store
 
+pytestmark = pytest.mark.slow
+
 
 def last_lease(lab: Lab) -> LeaseState:
     name = lab.names(ObjectKind.LEASE)[-1]

@@ -20,6 +20,8 @@ from tests.support.damage import (
     tree_state,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def pushed(empty: Lab) -> Lab:
@@ -154,7 +156,7 @@ def test_two_pulls_to_one_place(pushed: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [ObjectKind.PACK, ObjectKind.RANK, ObjectKind.LAYOUT])
 def test_an_object_vanishes_under_a_reader(pushed: Lab, tmp_path: Path, kind: ObjectKind) -> None:
-    """It ends with exit 4 and the reason, unless something else does as well. Proves: R1, I8."""
+    """It ends with exit 4 and the reason, unless something else does as well. Proves: I8."""
 
     def progress(now: Progress) -> None:
         if now.phase == "plan":

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.damage import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 IN_NAMESPACE = ["unshare", "--mount", "--propagation", "private"]
 
 

@@ -33,6 +33,8 @@ from tests.support.damage import (
 )
 from tests.support.schemas import check_store
 
+pytestmark = pytest.mark.slow
+
 Act = Callable[[Store], object]
 
 

@@ -15,6 +15,8 @@ from snapstore.units import MIB
 from tests.support.damage import REPOSITORY, Lab, age, leftovers, program, temporaries, tree_state
 from tests.support.schemas import check_store
 
+pytestmark = pytest.mark.slow
+
 KILLS = 5
 PACK_BYTES = 4 * MIB
 TREE_BYTES = 96 * MIB
@@ -70,7 +72,6 @@ def packs_of(lab: Lab) -> list[Path]:
     return [path for path in (lab.root / "packs").rglob("*") if path.is_file()]
 
 
-@pytest.mark.slow
 def test_pushes_are_killed(big: Lab, work_dir: Path) -> None:
     """Five kills cost at most five times two packs. Proves: I1, I2, I3.
 
@@ -99,7 +100,6 @@ def test_pushes_are_killed(big: Lab, work_dir: Path) -> None:
     assert tree_state(work_dir / "out") == tree_state(big.tree)
 
 
-@pytest.mark.slow
 def test_pulls_are_killed(big: Lab, work_dir: Path) -> None:
     """A pull that is killed again and again gets on each time, and leaves nothing in the end.
 
@@ -130,7 +130,6 @@ def test_pulls_are_killed(big: Lab, work_dir: Path) -> None:
     assert leftovers(out) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_push_is_interrupted(big: Lab, number: signal.Signals) -> None:
     """Ctrl-C and SIGTERM end it with 130 and let it clean up: nothing is left in `tmp/`.

@@ -1,5 +1,6 @@
 """A store to spoil for each test, and the check that no operation leaves anything running."""
 
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -22,6 +23,12 @@ def lab(pristine: Lab, tmp_path: Path) -> Lab:
     root = tmp_path / "store"
     shutil.copytree(pristine.root, root)
     return Lab(root, pristine.tree)
+
+
+@pytest.fixture(autouse=True)
+def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for the disk: what dies here are processes, and the page cache outlives them."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(autouse=True)

@@ -104,6 +104,7 @@ SIZE = 2212
 
 
 def hostile_frames(size: int) -> dict[str, tuple[int, bytes]]:
+    """Codec and stored bytes of frames that should decode to `size` bytes, and do not."""
     zstd, plane = int(Codec.ZSTD), int(Codec.PLANES)
     half = size // 2
     big = zstd_zeros(4 * GIB)

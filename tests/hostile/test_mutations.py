@@ -16,6 +16,8 @@ from snapstore.errors import FormatError, IntegrityError, SnapError
 from snapstore.options import Integrity
 from tests.support.damage import Lab, Sections, nothing_left, tree_state
 
+pytestmark = pytest.mark.slow
+
 MUTATIONS = 60
 BATCHES = 3
 BOUNDARIES = (0, 1, 0x7F, 0x80, 0xFF)

@@ -32,6 +32,8 @@ from tests.support.trees import (
     write_tree,
 )
 
+pytestmark = pytest.mark.slow
+
 few = settings(max_examples=40)
 
 _numbers = itertools.count()
@@ -363,6 +365,33 @@ def test_a_rank_that_is_not_there_is_refused(tmp_path: Path, rank: int) -> None:
 
 
 # -- odds and ends --------------------------------------------------------------------------------
+
+
+def test_more_files_are_half_written_than_may_be_open(tmp_path: Path) -> None:
+    """Goal: a pull needs a bounded number of descriptors, however its bytes arrive.
+
+    Method: 400 files whose second halves are the same: these arrive first, all at once, since they
+    are in one frame with the first file. Count the open descriptors at every step.
+    """
+    source = tmp_path / "source"
+    source.mkdir()
+    common = random_bytes(70_000, 1).tobytes()
+    (source / "000-common").write_bytes(common)
+    for number in range(400):
+        own = random_bytes(66_000, 10 + number).tobytes()
+        (source / f"{number:03}.bin").write_bytes(own + bytes(64 * KIB) + common)
+    store = new_store(snapstore.StoreOptions(threads=2))
+    pushed = store.push(source, "a", class_overrides=["*=tensors"])
+    assert pushed.ingest.known_bytes > 300 * 60_000
+    most = 0
+
+    def watch(_: snapstore.Progress) -> None:
+        nonlocal most
+        most = max(most, sum(1 for _ in Path("/proc/self/fd").iterdir()))
+
+    store.pull("a", tmp_path / "target", progress=watch)
+    assert most < 330
+    same_trees(source, tmp_path / "target")
 
 
 def test_an_empty_tree(tmp_path: Path) -> None:

@@ -574,8 +574,3 @@ def run_program(
 def ref_name(text: str) -> RefName:
     """A name without its exact snapshot."""
     return parse_snapshot_ref(text).ref
-
-
-def digest_of(data: bytes) -> Digest:
-    """The digest of some bytes."""
-    return Digest.of(data)

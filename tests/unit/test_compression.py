@@ -101,6 +101,15 @@ def test_shifted_numbers_are_as_small() -> None:
         assert abs(shifted.length - aligned.length) <= 0.01 * aligned.length
 
 
+def test_a_frame_that_begins_within_a_number_is_as_small() -> None:
+    """With rotation both bytes of a number must go together, so the phase has to be minded."""
+    numbers = bf16(200_000, 6)
+    aligned = round_trip(numbers, ODD_BYTES, 0, Compression.MAX)
+    cut_off = round_trip(numbers[1:], ODD_BYTES, 1, Compression.MAX)
+    assert stored_bytes(cut_off)[:4] == bytes([2, 1, 0, 1])
+    assert abs(cut_off.length - aligned.length) <= 0.01 * aligned.length
+
+
 def test_rotation_makes_bfloat16_smaller() -> None:
     plain = bf16(500_000, 7)
     auto = round_trip(plain, ODD_BYTES, 0, Compression.AUTO)
@@ -363,6 +372,16 @@ def test_headers_of_planes_are_checked(header: bytes) -> None:
     refused(Codec.PLANES, header + good[4:], 64)
 
 
+@pytest.mark.parametrize(("head", "tail"), [(2, 0), (0, 2), (2, 2), (62, 0)])
+def test_heads_and_tails_as_long_as_a_number_are_refused(head: int, tail: int) -> None:
+    """All lengths fit together here; only the form is not the one that the format has."""
+    count = (64 - head - tail) // 2
+    header = bytes([2, head, tail, 0]) + struct.pack("<2I", count, count)
+    refused(Codec.PLANES, header + bytes(64), 64)
+    good = bytes([2, 0, 0, 0]) + struct.pack("<2I", 32, 32)
+    assert decoded(Codec.PLANES, good + bytes(64), 64) == bytes(64)
+
+
 def test_planes_that_lie_about_their_lengths_are_refused() -> None:
     """Goal: no plane reaches into another, and none claims more than there is.
 
@@ -442,15 +461,22 @@ def test_a_bomb_takes_no_memory(codec: Codec) -> None:
     assert peak < 16 * MIB
 
 
-def test_windows_beyond_the_limit_are_refused() -> None:
-    """A frame may ask its decoder for a history of gigabytes; ours stops at 8 MiB."""
+@pytest.mark.parametrize("window_log", [16, 23, 27, 31])
+def test_a_frame_with_a_large_window_is_decoded_in_place(window_log: int) -> None:
+    """Goal: a frame may ask for a history of gigabytes; whole frames need none, others get none.
+
+    Method: a frame made by hand: magic, a header with a window and a size of four bytes, and one
+    raw block that is the last. It decodes into the output itself; cut short it is refused.
+    """
     plain = random_bytes(64 * KIB, 17).tobytes()
-    parameters = zstandard.ZstdCompressionParameters(window_log=27, write_content_size=True)
-    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    data = compressor.compress(plain) + compressor.flush()
+    header = bytes([0b1000_0000, (window_log - 10) << 3]) + len(plain).to_bytes(4, "little")
+    block = (len(plain) << 3 | 1).to_bytes(3, "little")
+    data = b"\x28\xb5\x2f\xfd" + header + block + plain
     frame = zstandard.get_frame_parameters(data)
-    assert frame.window_size == 1 << 27
-    refused(Codec.ZSTD, data, len(plain))
+    assert (frame.window_size, frame.content_size) == (1 << window_log, len(plain))
+    assert decoded(Codec.ZSTD, data, len(plain)) == plain
+    refused(Codec.ZSTD, data[:-1], len(plain))
+    refused(Codec.ZSTD, data[:100], len(plain))
 
 
 def test_dictionaries_are_refused() -> None:

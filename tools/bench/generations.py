@@ -20,11 +20,23 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import measure
 import numpy as np
-from gen import MIB, PAGE, Bytes, Rng, bf16, bf16_pages, pages, rewrite_runs, tensors, write
-from measure import GB, MB, BenchError, Report, Target, median_of
-from peers import Peer, all_peers, client_state
+
+from tools.bench import measure
+from tools.bench.gen import (
+    MIB,
+    PAGE,
+    Bytes,
+    Rng,
+    bf16,
+    bf16_pages,
+    pages,
+    rewrite_runs,
+    tensors,
+    write,
+)
+from tools.bench.measure import GB, MB, BenchError, Report, Target, median_of
+from tools.bench.peers import Peer, all_peers, client_state
 
 SPEED_RATIO = 0.8
 REWRITTEN_SHARE = 0.05

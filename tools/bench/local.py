@@ -26,10 +26,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import measure
-from local_report import RAW, Sample, judge, markdown
-from measure import BenchError, Command, Report, Usage
-from peers import Peer, all_peers, client_state
+from tools.bench import measure
+from tools.bench.local_report import RAW, Sample, judge, markdown
+from tools.bench.measure import BenchError, Command, Report, Usage
+from tools.bench.peers import Peer, all_peers, client_state
 
 BENCH = Path(__file__).resolve().parent
 V1, V2 = "bench/v1:a", "bench/v2:a"

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-import measure
-from measure import GB, MB, Report, Target, median_of
+from tools.bench import measure
+from tools.bench.measure import GB, MB, Report, Target, median_of
 
 RAW = "raw write, 2 threads"
 OURS, OURS_MAX = "snapstore", "snapstore max"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from measure import CACHE, ROOT, Command, capture, first_line
+from tools.bench.measure import CACHE, ROOT, Command, capture, first_line
 
 BENCH = Path(__file__).resolve().parent
 

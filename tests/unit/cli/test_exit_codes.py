@@ -10,6 +10,8 @@ from tests.support.trees import same_trees
 from tests.unit.cli.conftest import Shop
 from tests.unit.cli.program import one_object, run
 
+pytestmark = pytest.mark.slow
+
 WRONG_USAGE = [
     pytest.param(["--no-such-option"], "No such option", id="unknown option"),
     pytest.param(["frobnicate"], "No such command", id="unknown command"),

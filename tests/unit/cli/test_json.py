@@ -9,7 +9,7 @@ from tests.support.trees import same_trees
 from tests.unit.cli.conftest import Shop, make_tree
 from tests.unit.cli.program import Ended, objects, one_object, run
 
-HEX64 = r"[0-9a-f]{64}"
+pytestmark = pytest.mark.slow
 
 
 def test_init_tells_the_store(tmp_path: Path) -> None:

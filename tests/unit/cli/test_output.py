@@ -1,13 +1,18 @@
 """What people see: results on stdout, everything else on stderr, nothing that steers a terminal."""
 
+import contextlib
 import os
+import pty
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import snapstore
 from tests.unit.cli.conftest import Shop
-from tests.unit.cli.program import one_object, run
+from tests.unit.cli.program import ENVIRONMENT, command_line, one_object, run
+
+pytestmark = pytest.mark.slow
 
 
 def test_help_names_all_commands_and_exit_codes() -> None:
@@ -57,6 +62,35 @@ def test_progress_is_lines_where_there_is_no_terminal(shop: Shop, tmp_path: Path
     pulled = run("pull", "a", tmp_path / "out", store=tmp_path / "store")
     assert [line.split(":")[0] for line in pulled.err.splitlines()] == ["plan", "fetch", "finish"]
     assert "\x1b" not in pushed.err + pulled.err + pulled.out
+
+
+def test_progress_is_a_bar_on_a_terminal(shop: Shop, tmp_path: Path) -> None:
+    """Goal: on a terminal there is a bar, and it is gone at the end; stdout has none of it.
+
+    Method: a pseudo-terminal as stderr, and a pipe as stdout.
+    """
+    terminal, its_other_end = pty.openpty()
+    command = command_line(["pull", "team/model:v1", tmp_path / "out", "--store", shop.store])
+    with subprocess.Popen(  # noqa: S603 - our own program
+        command,
+        env={**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "120"},
+        stdout=subprocess.PIPE,
+        stderr=its_other_end,
+        encoding="utf-8",
+    ) as process:
+        os.close(its_other_end)
+        shown = b""
+        # The kernel says EIO when the last other end is closed.
+        with contextlib.suppress(OSError):
+            while part := os.read(terminal, 65536):
+                shown += part
+        out = process.communicate()[0]
+    os.close(terminal)
+    assert process.returncode == 0
+    assert b"fetch" in shown or b"finish" in shown
+    assert b"\x1b[" in shown
+    assert "\x1b" not in out
+    assert len(out.splitlines()) == 1
 
 
 def test_push_and_pull_tell_people_what_matters(shop: Shop, tmp_path: Path) -> None:

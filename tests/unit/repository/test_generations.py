@@ -10,7 +10,7 @@ from snapstore.backend.base import ObjectKind
 from snapstore.backend.memory import MemoryBackend
 from snapstore.format.config import StoreConfig
 from snapstore.format.index import parse_index
-from snapstore.ids import Digest
+from snapstore.ids import ChunkId, Digest
 from snapstore.options import MEMORY_BYTES_MIN
 from snapstore.repository.locality import AMPLIFICATION_MAX
 from snapstore.repository.objects import read_object
@@ -18,6 +18,7 @@ from snapstore.repository.store import Store
 from snapstore.testing.clock import ManualClock
 from snapstore.units import GIB, MIB, PAGE_BYTES
 from tests.support.samples import ByteArray, bf16, pages, random_bytes, text
+from tests.unit.repository.parts import add_index
 
 CONFIG = StoreConfig(created="2026-11-30T05:00:00Z", store_id="0" * 32)
 
@@ -170,6 +171,22 @@ def test_a_layout_can_be_derived_again(tmp_path: Path, kept: int) -> None:
         assert getattr(after, table).tobytes() == getattr(before, table).tobytes()
     store.pull("a", tmp_path / "out")
     assert (tmp_path / "out" / "data.bin").read_bytes() == content
+
+
+def test_an_index_that_lies_about_a_length_is_not_believed(tmp_path: Path) -> None:
+    """Goal: a known id with another length is no known chunk: it is stored, and can be read.
+
+    Method: an index, newer than all others, that says that a chunk is one byte longer than it is.
+    """
+    store, backend = new_store()
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "small").write_bytes(b"content")
+    add_index(backend, 1, [(ChunkId.of(b"content").raw, len(b"content") + 1)])
+    pushed = store.push(tree, "a")
+    assert pushed.ingest.new_chunks == 1
+    store.pull("a", tmp_path / "out")
+    assert (tmp_path / "out" / "small").read_bytes() == b"content"
 
 
 def test_content_that_two_classes_share_is_cut_by_each(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Benchmarks: each is a program with `--help`, run as `python -m tools.bench.NAME`."""
