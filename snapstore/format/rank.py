@@ -1,6 +1,7 @@
 """Rank manifests: the content of one rank (`format_spec/04-manifests.md`, section 2)."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Final, Literal
 
@@ -212,13 +213,14 @@ def parse_extents(data: BytesLike, streams: Rows) -> Rows:
 
 
 def check_tree_against_streams(tree: Sequence[TreeEntry], streams: Rows) -> None:
-    """Check that each file lies within its stream.
+    """Check that each file lies within its stream, and no two files in the same part of one.
 
     Raises:
         Malformed: One does not, or names a stream that does not exist.
     """
     lengths: list[int] = streams["length"].tolist()
     count = len(lengths)
+    spans: list[tuple[int, int, int]] = []
     for entry in tree:
         if entry.type is EntryType.FILE and entry.size_bytes:
             if entry.stream >= count:
@@ -227,6 +229,12 @@ def check_tree_against_streams(tree: Sequence[TreeEntry], streams: Rows) -> None
                 )
             if entry.offset + entry.size_bytes > lengths[entry.stream]:
                 raise Malformed(f"tree: {entry.path[:80]!r} ends beyond stream {entry.stream}")
+            spans.append((entry.stream, entry.offset, entry.offset + entry.size_bytes))
+    spans.sort()
+    for (stream, _, end), (next_stream, begin, _) in itertools.pairwise(spans):
+        # Else a few stored bytes could be made to fill a disk.
+        if stream == next_stream and begin < end:
+            raise Malformed(f"tree: two files share bytes of stream {stream} at offset {begin}")
 
 
 def _check_extents(extents: Rows, streams: Rows) -> None:

@@ -59,12 +59,8 @@ class StreamFiles:
                     self._files.setdefault((source, entry.stream), []).append(entry)
         for key, files in self._files.items():
             files.sort(key=lambda entry: entry.offset)
-            # Files of a hostile tree may overlap; the running maximum stays sorted even then.
-            ends, top = [], 0
-            for entry in files:
-                top = max(top, entry.offset + entry.size_bytes)
-                ends.append(top)
-            self._ends[key] = ends
+            # No two files overlap (`check_tree_against_streams`), so the ends are sorted too.
+            self._ends[key] = [entry.offset + entry.size_bytes for entry in files]
 
     def pieces(self, place: Destination) -> Iterator[FilePiece]:
         """Divide a destination among the files that it touches."""
@@ -72,13 +68,13 @@ class StreamFiles:
         files = self._files.get(key, [])
         end = place.start + place.length
         first = bisect.bisect_right(self._ends.get(key, []), place.start)
-        for entry in files[first:]:
+        for number in range(first, len(files)):
+            entry = files[number]
             if entry.offset >= end:
                 break
             start = max(entry.offset, place.start)
             stop = min(entry.offset + entry.size_bytes, end)
-            if start < stop:
-                yield FilePiece(entry, start - entry.offset, start - place.start, stop - start)
+            yield FilePiece(entry, start - entry.offset, start - place.start, stop - start)
 
 
 @dataclasses.dataclass(slots=True)

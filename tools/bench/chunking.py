@@ -58,8 +58,7 @@ def by_grid(pages: int) -> Scheme:
         anew = set(starts)
         zero = ~data[: len(data) // PAGE_BYTES * PAGE_BYTES].reshape(-1, PAGE_BYTES).any(axis=1)
         begin = -1
-        flags: list[bool] = zero.tolist()
-        for page, is_zero in enumerate([*flags, True]):
+        for page, is_zero in enumerate(np.append(zero, True).tolist()):
             full = begin >= 0 and page - begin == pages
             if begin >= 0 and (is_zero or full or page in anew):
                 yield begin * PAGE_BYTES, page * PAGE_BYTES
