@@ -420,6 +420,22 @@ def test_a_frame_that_declares_nothing_is_refused() -> None:
     refused(Codec.PLANES, header + quiet + plain, 10_000)
 
 
+@pytest.mark.parametrize(
+    "behind",
+    [
+        pytest.param(b"x", id="a byte"),
+        pytest.param(b"junk behind the frame", id="junk"),
+        pytest.param(zstandard.ZstdCompressor().compress(b"more"), id="another frame"),
+    ],
+)
+def test_nothing_that_decodes_may_follow_a_frame(behind: bytes) -> None:
+    plain = text(5000, 19).tobytes()
+    coded = zstandard.ZstdCompressor().compress(plain)
+    refused(Codec.ZSTD, coded + behind, len(plain))
+    lengths = struct.pack("<2I", len(coded + behind) | PLANE_COMPRESSED, 5000)
+    refused(Codec.PLANES, bytes([2, 0, 0, 0]) + lengths + coded + behind + plain, 10_000)
+
+
 def test_a_frame_that_lies_about_its_size_is_refused() -> None:
     """A header that declares less or more than its blocks make, with single-segment and without."""
     for size in (100, 5000, 70_000):
