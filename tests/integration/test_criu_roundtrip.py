@@ -17,9 +17,9 @@ def through_the_store(source: Path, store_folder: Path, target: Path) -> None:
 
     The one place of this module that calls the API.
     """
-    store = snapstore.open_store(f"file://{store_folder}")
-    store.push(source, "test/process:v1")
-    store.pull("test/process:v1", target)
+    with snapstore.init_store(f"file://{store_folder}") as store:
+        store.push(source, "test/process:v1")
+        store.pull("test/process:v1", target)
 
 
 def contents(folder: Path) -> dict[str, tuple[int, str]]:
