@@ -27,13 +27,16 @@ from snapstore.units import KIB, MIB
 DEFAULTS = {"pages": 4, "tensors": 256, "coded": 1024, "raw": 4096, "pack": 64}
 """Mean pages of a page chunk; mean KiB of a tensor chunk; KiB of coded and raw frames; MiB."""
 
-VARIANTS = [
+VARIANTS: list[dict[str, int]] = [
     {},
-    *({"pages": pages} for pages in (1, 2, 8, 16)),
-    *({"tensors": size} for size in (32, 64, 128, 512)),
-    *({"coded": size} for size in (256, 512, 2048, 4096)),
-    *({"raw": size} for size in (1024, 2048)),
-    *({"pack": size} for size in (16, 32, 96)),
+    {"pages": 2},
+    {"pages": 8},
+    {"tensors": 64},
+    {"tensors": 128},
+    {"coded": 256},
+    {"coded": 4096},
+    {"raw": 1024},
+    {"pack": 16},
 ]
 
 
