@@ -157,6 +157,7 @@ def _check_name(name: str) -> None:
     if len(name) > NAME_CHARS_MAX or not all(_COMPONENT.fullmatch(part) for part in components):
         raise UsageError(
             f"not a snapshot name: {name[:120]!r}",
-            next_step="use components of letters, digits, '.', '_' and '-' joined by '/', such "
-            "as team/model/engine",
+            next_step="join components by '/', such as team/model/engine: letters, digits, '.', "
+            "'_' and '-', starting and ending with one of the first two, "
+            f"{NAME_CHARS_MAX} characters in all",
         )

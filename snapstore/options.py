@@ -7,7 +7,7 @@ import enum
 import os
 
 from snapstore.errors import UsageError
-from snapstore.units import GIB, MIB, format_bytes
+from snapstore.units import GIB, MIB
 
 __all__ = ["STORE_URL_VARIABLE", "Compression", "Integrity", "StoreOptions", "store_url_default"]
 
@@ -53,11 +53,13 @@ class StoreOptions:
     def __post_init__(self) -> None:
         if self.memory_bytes < MEMORY_BYTES_MIN:
             raise UsageError(
-                f"a memory budget of {format_bytes(self.memory_bytes)} is too small",
+                f"a memory budget of {self.memory_bytes} bytes is too small",
                 next_step=f"give at least {MEMORY_BYTES_MIN // MIB}MiB",
             )
         if self.threads < 0:
-            raise UsageError(f"cannot work with {self.threads} threads")
+            raise UsageError(
+                f"cannot work with {self.threads} threads", next_step="give 0 for one per core"
+            )
 
     @property
     def threads_effective(self) -> int:

@@ -30,7 +30,7 @@ LINE_CHARS_MAX = 100
 FILE_BYTES_MAX = 1 << 20
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE_FOLDERS = ("snapstore", "snapagent", "tools", "tests")
+CODE_FOLDERS = ("snapstore", "tools", "tests")
 ENTRY_NAMES = frozenset({"__init__", "__main__", "conftest"})
 # Ruff checks the lines of Python, and knows comments that cannot be shorter.
 CODE_SUFFIXES = frozenset({".sh"})

@@ -97,16 +97,24 @@ class PosixBackend:
         """Make the directory and all that is missing above it, durably, and open it. Idempotent.
 
         Raises:
-            UsageError: Something that is no directory has the name.
+            UsageError: Something that is no directory has the name, or it holds other things.
             AccessDenied: This user may not write there.
         """
         path = os.fspath(root.absolute())
+        files = files or OsFileCalls()
         try:
-            make_root(files or OsFileCalls(), path)
+            make_root(files, path)
+            names = files.listdir(path)
         except OSError as error:
             if error.errno in {errno.EEXIST, errno.ENOTDIR}:
                 raise UsageError(f"not a directory: {path}") from error
             raise translate_os_error(error, f"create store {path}") from error
+        foreign = sorted(name for name in names if not _may_be_in_store(name))
+        if foreign and ObjectKind.CONFIG.value not in names:
+            raise UsageError(
+                f"{path} holds other things, such as {foreign[0]!r}",
+                next_step="give the store a directory of its own",
+            )
         return cls(root, clock=clock, files=files)
 
     @property
@@ -260,6 +268,12 @@ class PosixBackend:
                 f"{doing}: {self._capabilities.url} is open for reading only",
                 next_step="check how the store is mounted, or use another one",
             )
+
+
+def _may_be_in_store(name: str) -> bool:
+    """Whether a store's directory may hold a file of that name before it is a store."""
+    own = {layout.TEMPORARIES, "lost+found", *(kind.value for kind in ObjectKind)}
+    return name in own or name.startswith(".")
 
 
 def _what(kind: ObjectKind, name: str) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -11,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from snapstore.cli.console import Console
-from snapstore.errors import Interrupted, SnapError, UsageError
+from snapstore.errors import Interrupted, OutOfSpace, SnapError, UsageError
 from snapstore.format.rank import HOST, RankNumber
 from snapstore.options import STORE_URL_VARIABLE, store_url_default
 
@@ -54,6 +57,16 @@ def command(*, json: bool, quiet: bool) -> Iterator[Console]:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield console
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        # Whoever read our output has seen enough; the interpreter must not flush into it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from error
+    except OSError as error:
+        full = OutOfSpace if error.errno in {errno.ENOSPC, errno.EDQUOT} else SnapError
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.error(full(f"cannot write the output: {error.strerror}"))
+        raise typer.Exit(full.exit_code) from error
     except SnapError as error:
         console.error(error)
         raise typer.Exit(error.exit_code) from error
@@ -72,8 +85,8 @@ def store_url(given: str | None) -> str:
     Raises:
         UsageError: Neither says.
     """
-    url = given or store_url_default()
-    if url is None:
+    url = store_url_default() if given is None else given
+    if not url:
         raise UsageError("no store given", next_step=f"add --store URL or set {STORE_URL_VARIABLE}")
     return url
 
@@ -106,6 +119,8 @@ def parse_labels(texts: list[str]) -> dict[str, str]:
         key, equals, value = text.partition("=")
         if not key or not equals:
             raise UsageError(f"not a label: {text!r}", next_step="write it as key=value")
+        if key in labels:
+            raise UsageError(f"two labels with the key {key!r}", next_step="give it once")
         labels[key] = value
     return labels
 

@@ -17,7 +17,7 @@ from snapstore.errors import SnapError
 from snapstore.progress import Progress, ProgressCallback
 from snapstore.units import format_bytes
 
-__all__ = ["Console"]
+__all__ = ["Console", "one_line"]
 
 _PLAIN_INTERVAL_S = 5.0
 _PIPE_COLUMNS = 200
@@ -58,7 +58,7 @@ class Console:
                 no_wrap=True,
             )
         for row in rows:
-            table.add_row(*(_shown(cell).replace("\n", "\\n") for cell in row))
+            table.add_row(*(one_line(_shown(cell)) for cell in row))
         self._out.print(table)
 
     def note(self, text: str) -> None:
@@ -98,6 +98,11 @@ class Console:
                 yield callback
         else:
             yield _PlainProgress(self._err)
+
+
+def one_line(text: str) -> str:
+    """Write a text of others so that it cannot pretend to be more lines of ours."""
+    return text.replace("\n", "\\n")
 
 
 def _shown(text: str) -> str:

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from snapstore.cli.common import Json, Quiet, StoreUrl, command, store_url
-from snapstore.cli.console import Console
+from snapstore.cli.console import Console, one_line
 from snapstore.repository.store import open_store
 from snapstore.repository.summary import SnapshotSummary
 from snapstore.units import format_bytes
@@ -63,7 +63,10 @@ def _print(console: Console, summary: SnapshotSummary, *, all_streams: bool) -> 
         f"created       {summary.created} by {program}",
         f"kind          {summary.kind}",
         "sizes         " + ", ".join(f"{format_bytes(count)} {word}" for count, word in sizes),
-        *(f"label         {key}={value}" for key, value in sorted(summary.labels.items())),
+        *(
+            f"label         {one_line(f'{key}={value}')}"
+            for key, value in sorted(summary.labels.items())
+        ),
         *(
             f"requirement   {key}: {_short(value)}"
             for key, value in sorted(summary.requirements.items())

@@ -97,7 +97,7 @@ def pull_snapshot(
                 entries,
                 fsync=request.sync,
                 resume=place.is_resumed,
-                in_place=request.in_place,
+                journal=place.journal if request.in_place else None,
             )
         with target:
             target.make_directories()

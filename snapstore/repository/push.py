@@ -22,7 +22,9 @@ from snapstore.errors import (
     ObjectNotFound,
     RefConflict,
     SnapError,
+    UsageError,
 )
+from snapstore.format import limits
 from snapstore.format.envelope import LAYOUT_MAGIC, Built, Envelope, parse_header
 from snapstore.format.snapshot import RankEntry, RootManifest, encode_snapshot
 from snapstore.format.tree import EntryType, TreeEntry
@@ -39,8 +41,9 @@ from snapstore.repository.packer import Packer, PackerTotals
 from snapstore.repository.rank_builder import RankBuilder
 from snapstore.repository.refs import set_ref
 from snapstore.source.classes import parse_class_override
+from snapstore.source.ranks import parse_rank_glob
 from snapstore.source.recognise import Recognised, recognise
-from snapstore.source.scan import ScannedTree, scan_tree
+from snapstore.source.scan import ScannedTree, check_tree_unchanged, scan_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -238,9 +241,12 @@ def push_directory(
         BackendError: The storage failed; what was stored so far is found by the next push.
         ConcurrencyError: Somebody else decided first; push again.
     """
+    _check_labels(request.labels)
+    overrides = [parse_class_override(text) for text in request.class_overrides]
+    if request.rank_glob is not None:
+        parse_rank_glob(request.rank_glob)
     meter.enter("scan")
     tree = scan_tree(request.directory, skip_special=request.skip_special)
-    overrides = [parse_class_override(text) for text in request.class_overrides]
     seen = recognise(tree, rank_glob=request.rank_glob, class_overrides=overrides)
     meter.enter("store", tree.size_bytes)
     with _Writer(backend, options, clock, meter) as writer:
@@ -250,6 +256,7 @@ def push_directory(
                 number = rank.builder.add_stream(data_class=source.data_class, origin=source.origin)
                 writer.ingest.store(source, rank.builder, number)
         writer.ingest.drain()
+        check_tree_unchanged(tree, skip_special=request.skip_special)
         meter.enter("commit")
         writer.packer.finish()
         entries = [_write_rank(writer, rank) for rank in ranks]
@@ -268,6 +275,17 @@ def push_directory(
             skipped=tuple(path.decode("utf-8", "backslashreplace") for path in tree.skipped),
             warnings=(*seen.warnings, *writer.warnings),
         )
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    for key, value in labels.items():
+        if not 0 < len(key) <= limits.LABEL_KEY_CHARS_MAX:
+            raise UsageError(f"a label's key has 1 to {limits.LABEL_KEY_CHARS_MAX} characters")
+        if len(value) > limits.LABEL_VALUE_CHARS_MAX:
+            raise UsageError(
+                f"the label {key} has {len(value)} characters",
+                next_step=f"keep it to {limits.LABEL_VALUE_CHARS_MAX}",
+            )
 
 
 def _plan_ranks(writer: _Writer, tree: ScannedTree, seen: Recognised) -> list[_Rank]:

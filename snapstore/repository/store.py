@@ -10,6 +10,7 @@ import random
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
+from urllib.parse import unquote
 
 from snapstore.backend import open_backend
 from snapstore.backend.base import Backend, ObjectKind
@@ -96,6 +97,7 @@ class Store:
             BackendError: The storage failed.
             ConcurrencyError: Somebody else decided first; push again.
         """
+        self._refuse_overlap(Path(directory))
         request = PushRequest(
             directory=Path(directory),
             name=_ref_name(name),
@@ -137,6 +139,7 @@ class Store:
             IntegrityError: Bytes are damaged or gone; nothing has the final name.
             TargetError: The directory cannot be used.
         """
+        self._refuse_overlap(Path(directory))
         request = PullRequest(
             directory=Path(directory),
             ranks=tuple(ranks),
@@ -187,6 +190,18 @@ class Store:
     def show(self, name: SnapshotRef | RefName | str) -> SnapshotSummary:
         """Tell what a snapshot holds and what it takes."""
         return summarise(self.snapshot(name))
+
+    def _refuse_overlap(self, directory: Path) -> None:
+        """Refuse a tree that contains the store, or that the store contains."""
+        if not self.url.startswith("file:"):
+            return
+        root = Path(unquote(self.url.removeprefix("file://"))).resolve()
+        tree = directory.resolve()
+        if tree == root or root in tree.parents or tree in root.parents:
+            raise UsageError(
+                f"{str(directory)!r} and the store at {str(root)!r} are one inside the other",
+                next_step="keep the store apart from the trees that go into it",
+            )
 
     def close(self) -> None:
         """Release connections and descriptors. Idempotent."""

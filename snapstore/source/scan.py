@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FileIdentity",
     "ScannedTree",
+    "check_tree_unchanged",
     "check_unchanged",
     "data_ranges",
     "open_source_file",
@@ -186,6 +187,43 @@ def check_unchanged(fd: int, identity: FileIdentity) -> None:
         f"{show_path(identity.path)} changed while it was read ({', '.join(changed)})",
         next_step="push again when nothing writes to the tree any more",
     )
+
+
+def check_tree_unchanged(tree: ScannedTree, *, skip_special: bool) -> None:
+    """Scan the tree again and compare: names, metadata, and that empty files have no content.
+
+    Raises:
+        SourceChanged: Something was added, removed, replaced or changed since the first scan.
+        SourceError: A file says that it is empty and is not, as in `/proc`.
+    """
+    again = scan_tree(tree.root, skip_special=skip_special)
+    before = {entry.path: entry for entry in tree.entries}
+    after = {entry.path: entry for entry in again.entries}
+    for path in sorted(before.keys() | after.keys()):
+        same = before.get(path) == after.get(path)
+        if not same or tree.identities.get(path) != again.identities.get(path):
+            raise SourceChanged(
+                f"{show_path(path)} changed while the tree was read",
+                next_step="push again when nothing writes to the tree any more",
+            )
+    for entry in tree.entries:
+        if entry.type is EntryType.FILE and not entry.size_bytes:
+            _check_empty(tree, entry)
+
+
+def _check_empty(tree: ScannedTree, entry: TreeEntry) -> None:
+    fd = open_source_file(tree, entry)
+    try:
+        has_content = bool(os.read(fd, 1))
+    except OSError as error:
+        raise _translate(error, entry.path) from error
+    finally:
+        os.close(fd)
+    if has_content:
+        raise SourceError(
+            f"{show_path(entry.path)} has content although its size is 0",
+            next_step="push a copy: files of /proc and its like cannot be stored as they are",
+        )
 
 
 def read_source_file(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -32,6 +33,7 @@ __all__ = ["AtomicDirectory", "cleanup"]
 NAME_BYTES_KEPT = 180
 
 _RENAME_REFUSED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+_NO_DIRECTORY = frozenset({errno.ENOENT, errno.ENOTDIR})
 _NO_JOURNAL = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _UNNAMED = frozenset({"", ".", ".."})
 _PARTIAL, _IN_PLACE = b"partial", b"in-place"
@@ -74,8 +76,10 @@ class AtomicDirectory:
         self._journal_name = self._work_name + b".journal"
         self.path = self._final if in_place else self._final.parent / os.fsdecode(self._work_name)
         self._parent_fd = _open_parent(self._final)
+        self._lock_fd = -1
         try:
             if in_place:
+                self._lock_fd = self._lock_directory()
                 self.journal = self._journal_in_place(identity)
             else:
                 _check_final(self._parent_fd, self._name, self._final)
@@ -86,7 +90,7 @@ class AtomicDirectory:
                 self.journal.close()
                 raise
         except BaseException:
-            os.close(self._parent_fd)
+            self._close()
             raise
 
     def __enter__(self) -> Self:
@@ -105,7 +109,12 @@ class AtomicDirectory:
                 self._explain(error)
         finally:
             self.journal.close()
-            os.close(self._parent_fd)
+            self._close()
+
+    def _close(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+        os.close(self._parent_fd)
 
     def commit(self) -> None:
         """Put the tree in place, durably. All descriptors below it should be closed by now.
@@ -154,12 +163,30 @@ class AtomicDirectory:
                 next_step="pull to where you may write; a mount point needs --in-place",
             ) from error
 
+    def _lock_directory(self) -> int:
+        """Keep other pulls of whatever snapshot out of the directory, where it can be locked."""
+        try:
+            fd = os.open(self._final, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            reason = "is no directory" if error.errno in _NO_DIRECTORY else error.strerror
+            raise TargetError(
+                f"cannot pull into {os.fspath(self._final)!r}: {reason}",
+                next_step="create the directory first",
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise TargetError(
+                f"another pull is working on {os.fspath(self._final)!r}",
+                next_step="wait for it to end",
+            ) from error
+        except OSError:
+            pass  # Network file systems may not lock directories.
+        return fd
+
     def _journal_in_place(self, identity: str) -> Journal:
         """Open the journal beside the directory; where that is forbidden, keep it in memory."""
-        if not self._final.is_dir():
-            raise TargetError(
-                f"{os.fspath(self._final)!r} is no directory", next_step="create it first"
-            )
         try:
             return self._open_journal(identity)
         except TargetError as error:
@@ -222,8 +249,8 @@ class AtomicDirectory:
 
     def _explain(self, error: BaseException) -> None:
         text = (
-            f"what was pulled so far is in {os.fspath(self.path)!r}: run it again with --resume "
-            "to go on"
+            f"what was pulled so far stays in {os.fspath(self.path)!r}, and --resume goes on "
+            "from there"
         )
         if isinstance(error, SnapError) and not error.next_step:
             error.next_step = text

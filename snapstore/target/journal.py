@@ -50,6 +50,7 @@ class Journal:
         self._boot = _boot_id()
         self._lock = threading.Lock()
         self._done: dict[bytes, list[tuple[int, int]]] = {}
+        self._made: set[bytes] = set()
 
     @classmethod
     def open(cls, parent_fd: int, name: bytes, identity: str) -> Journal:
@@ -103,6 +104,9 @@ class Journal:
         unsynced: dict[bytes, list[tuple[int, int, object]]] = {}
         for record in records:
             boot = record.get("boot", boot)
+            made = _path_of(record, "made")
+            if made is not None:
+                self._made.add(made)
             path = _path_of(record, "done")
             start, size = record.get("at"), record.get("size")
             if path is not None and isinstance(start, int) and isinstance(size, int):
@@ -120,6 +124,7 @@ class Journal:
     def start(self) -> None:
         """Begin an empty journal about the identity, durably."""
         self._done.clear()
+        self._made.clear()
         if self._fd is not None:
             os.ftruncate(self._fd, 0)
         self._append(
@@ -134,6 +139,17 @@ class Journal:
         with self._lock:
             _add_range(self._done.setdefault(path, []), offset, offset + size_bytes)
             self._append({"done": _text(path), "at": offset, "size": size_bytes})
+
+    def mark_made(self, path: bytes) -> None:
+        """Note that a file or link is about to be made by us, where nothing was."""
+        with self._lock:
+            self._made.add(path)
+            self._append({"made": _text(path)})
+
+    def is_made(self, path: bytes) -> bool:
+        """Say whether a path was made by a pull that this journal is about."""
+        with self._lock:
+            return path in self._made
 
     def mark_durable(self, path: bytes) -> None:
         """Note that what is marked done of a file has been synced, so that it outlives a crash."""
@@ -155,7 +171,7 @@ class Journal:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is done yet."""
-        return not self._done
+        return not self._done and not self._made
 
     def _append(self, record: dict[str, str | int | None]) -> None:
         if self._fd is None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from snapstore.target.journal import Journal
+
 __all__ = ["PlaceReport", "TreeTarget"]
 
 _MODE_DIRECTORY = 0o700
@@ -43,7 +45,9 @@ class TreeTarget:
         entries: The tree, or the trees of several ranks: their directories may repeat.
         fsync: Make everything durable.
         resume: An earlier run left part of the tree: go on from it.
-        in_place: The directory is not ours: it may hold other things, and keeps its metadata.
+        journal: Given when the directory is not ours, but a place to work in: it may hold other
+            things, of which none is touched, and keeps its own metadata. The journal remembers
+            what in it is ours.
     """
 
     def __init__(
@@ -53,12 +57,13 @@ class TreeTarget:
         *,
         fsync: bool = False,
         resume: bool = False,
-        in_place: bool = False,
+        journal: Journal | None = None,
     ) -> None:
         self._entries = checked_entries(entries)
         self._fsync = fsync
         self._resume = resume
-        self._in_place = in_place
+        self._journal = journal
+        self._in_place = journal is not None
         self._created: set[bytes] = set()
         self._finished: set[bytes] = set()
         self._lock = threading.Lock()
@@ -96,9 +101,12 @@ class TreeTarget:
         """Make all directories, open to nobody else until `finish`.
 
         Raises:
-            TargetError: Something is in the way, or not permitted.
+            TargetError: Something is in the way, or not permitted. In place that is found out
+                before anything is made.
             OutOfSpace: There is no room.
         """
+        if self._in_place:
+            self._refuse_collisions()
         for entry in self._entries.values():
             if entry.type is EntryType.DIRECTORY and entry.path:
                 with self._translated(entry.path), self._parent(entry.path) as (parent_fd, name):
@@ -125,10 +133,12 @@ class TreeTarget:
         assert entry.type is EntryType.FILE, entry.type
         with self._translated(entry.path), self._parent(entry.path) as (parent_fd, name):
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            is_ours = entry.path in self._created or self._left_by_us(entry.path)
+            self._claim(entry.path)
             try:
                 fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, _MODE_FILE, dir_fd=parent_fd)
             except FileExistsError:
-                if not self._resume and entry.path not in self._created:
+                if not is_ours:
                     raise
                 fd = _open_again(parent_fd, name, flags)
             self._created.add(entry.path)
@@ -218,7 +228,7 @@ class TreeTarget:
 
     def _make_symlink(self, entry: TreeEntry) -> None:
         with self._parent(entry.path) as (parent_fd, name):
-            self._make_way(parent_fd, name)
+            self._make_way(parent_fd, name, entry.path)
             os.symlink(entry.target, name, dir_fd=parent_fd)
             self._metadata.apply_to_symlink(parent_fd, name, entry)
 
@@ -227,7 +237,7 @@ class TreeTarget:
             self._parent(entry.target) as (target_fd, target_name),
             self._parent(entry.path) as (parent_fd, name),
         ):
-            self._make_way(parent_fd, name)
+            self._make_way(parent_fd, name, entry.path)
             os.link(
                 target_name,
                 name,
@@ -236,11 +246,31 @@ class TreeTarget:
                 follow_symlinks=False,
             )
 
-    def _make_way(self, parent_fd: int, name: bytes) -> None:
+    def _make_way(self, parent_fd: int, name: bytes, path: bytes) -> None:
         """Remove what an earlier run made; links are cheap to make again."""
-        if self._resume:
+        if self._left_by_us(path):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=parent_fd)
+        self._claim(path)
+
+    def _left_by_us(self, path: bytes) -> bool:
+        """Whether what is at a path, if anything, was made by an earlier run."""
+        return self._resume and (self._journal is None or self._journal.is_made(path))
+
+    def _claim(self, path: bytes) -> None:
+        if self._journal is not None and not self._journal.is_made(path):
+            self._journal.mark_made(path)
+
+    def _refuse_collisions(self) -> None:
+        for entry in self._entries.values():
+            if entry.type is EntryType.DIRECTORY or self._left_by_us(entry.path):
+                continue
+            with contextlib.suppress(OSError), self._parent(entry.path) as (parent_fd, name):
+                os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
+                raise TargetError(
+                    f"{show_path(entry.path)} exists already; nothing was written",
+                    next_step="move it away, or pull into another directory",
+                )
 
     def _finish_directory(self, entry: TreeEntry) -> None:
         fd = open_directory_below(self._root_fd, entry.path, os.O_RDONLY)

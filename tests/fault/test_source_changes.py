@@ -192,6 +192,43 @@ def test_the_whole_tree_goes_away(
         store.snapshot(empty.name)
 
 
+def add_file(tree: Path) -> None:
+    (tree / "inner/added").write_bytes(b"added")
+
+
+def remove_file(tree: Path) -> None:
+    (tree / "inner/empty").unlink()
+
+
+def fill_empty_file(tree: Path) -> None:
+    (tree / "inner/empty").write_bytes(b"no more")
+
+
+@pytest.mark.parametrize("change", [add_file, remove_file, fill_empty_file])
+def test_what_is_never_read_changes_too(empty: Lab, tree: Path, change: Change) -> None:
+    """Goal: a snapshot is a state that the whole tree had, empty files and names included.
+
+    Method: change the tree when its last byte was read. Proves: I7.
+    """
+    (tree / "inner/empty").touch()
+    changed: list[int] = []
+
+    def progress(now: Progress) -> None:
+        if now.phase == "store" and now.done_bytes == now.total_bytes and not changed:
+            changed.append(1)
+            change(tree)
+
+    with nothing_left(), empty.open() as store, pytest.raises(SourceChanged, match="inner"):
+        store.push(tree, empty.name, progress=progress)
+    with empty.open() as store, pytest.raises(RefNotFound):
+        store.snapshot(empty.name)
+
+
+def test_files_that_only_say_that_they_are_empty(empty: Lab) -> None:
+    with empty.open() as store, pytest.raises(SourceError, match="although its size is 0"):
+        store.push(Path("/proc/sys/kernel/random"), empty.name)
+
+
 def test_a_change_after_the_read_is_none_of_ours(empty: Lab, tree: Path, tmp_path: Path) -> None:
     """A snapshot is of what was there when it was read: later changes are for the next one."""
     before = tree_state(tree)

@@ -154,3 +154,25 @@ def test_python_without_assertions_is_refused(tmp_path: Path) -> None:
         assert "refusing to run under python -O" in ended.err
         assert ended.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_labels_are_checked_before_anything_is_stored(shop: Shop) -> None:
+    packs = set((shop.store / "packs").rglob("*"))
+    for labels in (["k=" + "x" * 5000], ["a=1", "a=2"], ["=v"]):
+        options = [word for label in labels for word in ("--label", label)]
+        assert run("push", shop.tree, "a", *options, store=shop.store).code == 2
+    assert run("push", shop.tree, "a", "--class", "x=foo", store=shop.store).code == 2
+    assert run("push", shop.tree, "a", "--rank-glob", "foo", store=shop.store).code == 2
+    assert set((shop.store / "packs").rglob("*")) == packs
+
+
+def test_a_store_is_apart_from_the_trees(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/file").write_bytes(b"data")
+    refused = run("init", store=tmp_path / "tree")
+    assert refused.code == 2
+    assert "holds other things" in refused.err
+    inside = tmp_path / "tree/store"
+    assert run("init", store=inside).code == 0
+    assert run("push", tmp_path / "tree", "a", store=inside).code == 2
+    assert run("pull", "a", inside / "out", store=inside).code == 2

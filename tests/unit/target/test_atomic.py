@@ -363,8 +363,18 @@ def test_in_place_works_in_the_directory_itself(tmp_path: Path):
 def test_in_place_needs_a_directory(tmp_path: Path, kind: str):
     if kind == "file":
         (tmp_path / "file").touch()
-    with pytest.raises(TargetError, match="no directory"):
+    with pytest.raises(TargetError, match="is no directory"):
         AtomicDirectory(tmp_path / kind, identity="s", in_place=True)
+
+
+def test_in_place_keeps_pulls_of_other_snapshots_out(tmp_path: Path):
+    with (
+        AtomicDirectory(tmp_path, identity="one", in_place=True),
+        pytest.raises(TargetError, match="another pull is working"),
+    ):
+        AtomicDirectory(tmp_path, identity="two", in_place=True)
+    with AtomicDirectory(tmp_path, identity="two", in_place=True):
+        pass
 
 
 def test_in_place_through_a_symlink_that_the_user_names(tmp_path: Path):

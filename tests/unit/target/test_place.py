@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from snapstore.errors import FormatError, Malformed, OutOfSpace, SnapError, TargetError
 from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.source.scan import scan_tree
+from snapstore.target.journal import Journal
 from snapstore.target.place import PlaceReport, TreeTarget
 from tests.support.users import NOBODY, as_nobody, nobodys_directory
 
@@ -48,7 +49,8 @@ def place(
     root: Path, entries: Iterable[TreeEntry], data: bytes = b"", **options: bool
 ) -> PlaceReport:
     """Recreate a tree; every file begins with `data`."""
-    with TreeTarget(root, entries, **options) as target:
+    journal = Journal(None, "test") if options.pop("in_place", False) else None
+    with TreeTarget(root, entries, journal=journal, **options) as target:
         target.make_directories()
         for file in target.files:
             fd = target.open_file(file)
@@ -444,6 +446,50 @@ def test_nothing_that_exists_is_written_to(root: Path, options: dict[str, bool])
     with pytest.raises(TargetError, match="'f' exists already"):
         place(root, [folder(), entry(b"f", size_bytes=3)], b"new", **options)
     assert (root / "f").read_bytes() == b"old"
+
+
+def test_in_place_finds_out_what_is_in_the_way_before_it_makes_anything(root: Path):
+    (root / "z").symlink_to("anywhere")
+    tree = [folder(), folder(b"d"), entry(b"d/f", size_bytes=3), entry(b"z", size_bytes=3)]
+    journal = Journal(None, "test")
+    with (
+        TreeTarget(root, tree, journal=journal) as target,
+        pytest.raises(TargetError, match="'z' exists already; nothing was written"),
+    ):
+        target.make_directories()
+    assert [path.name for path in root.iterdir()] == ["z"]
+    assert journal.is_empty
+
+
+def test_in_place_resumes_over_its_own_files_only(root: Path):
+    """Goal: what somebody else put there between two runs is not ours to replace.
+
+    Method: make one file and end; then somebody makes the other file and the link of the tree.
+    """
+    link = entry(b"l", EntryType.SYMLINK, target=b"a", mode=0o777)
+    tree = [folder(), entry(b"a", size_bytes=3), entry(b"b", size_bytes=3), link]
+    journal = Journal(None, "test")
+    with TreeTarget(root, tree, journal=journal) as target:
+        target.make_directories()
+        os.close(target.open_file(tree[1]))
+    (root / "b").write_bytes(b"theirs")
+    with (
+        TreeTarget(root, tree, journal=journal, resume=True) as target,
+        pytest.raises(TargetError, match="'b' exists already"),
+    ):
+        target.make_directories()
+    assert (root / "b").read_bytes() == b"theirs"
+    (root / "b").unlink()
+    with TreeTarget(root, tree, journal=journal, resume=True) as target:
+        target.make_directories()
+        for file in target.files:
+            fd = target.open_file(file)
+            write(fd, b"new")
+            target.finish_file(file, fd)
+            os.close(fd)
+        target.finish()
+    assert (root / "a").read_bytes() == (root / "b").read_bytes() == b"new"
+    assert (root / "l").readlink() == Path("a")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory"])
