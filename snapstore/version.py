@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 __all__ = ["VERSION", "WRITER"]
 
-VERSION = importlib.metadata.version("snapstore")
+VERSION = "0.1.0.dev0"
 WRITER: dict[str, object] = {"program": "snapstore", "version": VERSION}

@@ -39,7 +39,7 @@ _COMPARED_BYTES = 256
 _COMPARED_PAIRS = ((0, 512), (1024, 2048), (2560, 3328))
 # Of 192 comparisons per block and byte position, random bytes agree 0.75 times, exponent bytes of
 # bfloat16 weights about 39 times, of float16 weights 5 times, text 3 to 40 times.
-_REPEATS_OF_POSITION = 4
+_REPEATS_OF_POSITION = 3
 _REPEATS_OF_BLOCK = 8
 _CONTRAST = 4
 

@@ -16,6 +16,8 @@ from snapstore.version import VERSION
 
 __all__ = ["app", "run"]
 
+_SWITCH_INTERVAL_S = 0.0005
+
 app = typer.Typer(
     name="snapstore",
     no_args_is_help=True,
@@ -53,6 +55,9 @@ def _options(
 
 def run() -> None:
     """Entry point of the `snapstore` program."""
+    # Workers come back from short library calls all the time: five milliseconds, the default, is
+    # long for them to wait while the deciding thread runs.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if not __debug__:
         sys.exit("snapstore: refusing to run under python -O: its assertions guard your data")
     app()
