@@ -150,7 +150,7 @@ def test_an_interrupted_pull_is_resumed(tree: Path, store: Path, tmp_path: Path)
     assert "Traceback" not in err
     assert not target.exists()
     (partial,) = partial_directories(target)
-    step = f"next: what was pulled so far is in '{partial}': run it again with --resume to go on"
+    step = f"next: what was pulled so far stays in '{partial}', and --resume goes on from there"
     assert step in err
     refused = run("pull", "big:v1", target, store=store)
     assert refused.code == 1
