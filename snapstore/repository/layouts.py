@@ -15,10 +15,19 @@ from snapstore.repository.catalog import MISSING, Catalog
 from snapstore.repository.frames import FrameTable, Numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from snapstore.backend.base import Backend
     from snapstore.format.envelope import Built
 
-__all__ = ["ZERO_FRAME", "SegmentTable", "build_layout", "derive_layout", "join_segments"]
+__all__ = [
+    "ZERO_FRAME",
+    "SegmentTable",
+    "build_layout",
+    "derive_layout",
+    "join_segments",
+    "stream_rows",
+]
 
 ZERO_FRAME = -1
 """The frame number of pieces that are zeros."""
@@ -57,7 +66,9 @@ def build_layout(
     frame_rows["pack"] = pack_rows
     packs = frames.pack_rows(pack_numbers.astype(np.int64))
     meta = layout_format.LayoutMeta(rank=rank_id.hex, nonce=secrets.token_hex(16), created=created)
-    built = layout_format.build_layout(meta, packs, frame_rows, _stream_rows(streams), segments)
+    counts = [len(part) for part in streams]
+    stream_table = stream_rows(counts, [int(part[:, 0].sum()) for part in streams])
+    built = layout_format.build_layout(meta, packs, frame_rows, stream_table, segments)
     return built, [PackId(bytes(raw)) for raw in packs["id"].tolist()]
 
 
@@ -95,10 +106,14 @@ def derive_layout(
     return layout_format.parse_layout(built.to_bytes())
 
 
-def _stream_rows(streams: list[SegmentTable]) -> Rows:
-    rows = np.zeros(len(streams), STREAM_DTYPE)
-    counts = [len(segments) for segments in streams]
-    rows["count"] = counts
+def stream_rows(counts: Sequence[int], lengths: Sequence[int]) -> Rows:
+    """Make the stream table of a rank manifest or layout.
+
+    Args:
+        counts: How many extents or segments each stream has; they follow one another.
+        lengths: How long each stream is.
+    """
+    rows = np.zeros(len(counts), STREAM_DTYPE)
+    rows["count"], rows["length"] = counts, lengths
     rows["first"] = np.cumsum([0, *counts])[:-1]
-    rows["length"] = [int(segments[:, 0].sum()) for segments in streams]
     return rows

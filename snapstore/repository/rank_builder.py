@@ -19,14 +19,20 @@ import numpy as np
 from snapstore.clock import Clock, format_utc
 from snapstore.errors import BackendError, OutOfSpace
 from snapstore.format import rank as rank_format
-from snapstore.format.tables import STREAM_DTYPE, Rows
-from snapstore.repository.layouts import ZERO_FRAME, SegmentTable, build_layout, join_segments
+from snapstore.repository.layouts import (
+    ZERO_FRAME,
+    SegmentTable,
+    build_layout,
+    join_segments,
+    stream_rows,
+)
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from snapstore.format.envelope import Built
+    from snapstore.format.tables import Rows
     from snapstore.format.tree import TreeEntry
     from snapstore.ids import Digest, PackId
     from snapstore.repository.frames import FrameTable, Numbers
@@ -115,7 +121,7 @@ class RankBuilder:
             placement=placement,
         )
         counts = [stream.extents for stream in self._streams]
-        streams = _stream_rows(counts, [stream.length for stream in self._streams])
+        streams = stream_rows(counts, [stream.length for stream in self._streams])
         return rank_format.build_rank(meta, tree, streams, self._extents())
 
     def build_layout(
@@ -165,10 +171,3 @@ def _joined(parts: list[SegmentTable]) -> SegmentTable:
     """Join across the windows what was joined within each."""
     table = np.concatenate([np.zeros((0, 3), np.int64), *parts])
     return join_segments(table[:, 0], table[:, 1], table[:, 2])
-
-
-def _stream_rows(counts: list[int], lengths: list[int]) -> Rows:
-    rows = np.zeros(len(counts), STREAM_DTYPE)
-    rows["count"], rows["length"] = counts, lengths
-    rows["first"] = np.cumsum([0, *counts[:-1]]) if counts else []
-    return rows
