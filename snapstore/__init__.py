@@ -7,17 +7,23 @@ Everything public is here::
         store.pull("team/model/engine:v1", "/restore/job")
 """
 
-from snapstore.errors import SnapError
-from snapstore.ids import RankId, RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
-from snapstore.options import Compression, Integrity, StoreOptions
-from snapstore.progress import Progress, ProgressCallback
-from snapstore.repository.pull import PullResult
-from snapstore.repository.push import PushResult
-from snapstore.repository.refs import ResolvedRef
-from snapstore.repository.snapshot import Snapshot
-from snapstore.repository.store import Store, init_store, open_store
-from snapstore.repository.summary import SnapshotSummary
-from snapstore.version import VERSION
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from snapstore.errors import SnapError
+    from snapstore.ids import RankId, RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
+    from snapstore.options import Compression, Integrity, StoreOptions
+    from snapstore.progress import Progress, ProgressCallback
+    from snapstore.repository.pull import PullResult
+    from snapstore.repository.push import PushResult
+    from snapstore.repository.refs import ResolvedRef
+    from snapstore.repository.snapshot import Snapshot
+    from snapstore.repository.store import Store, init_store, open_store
+    from snapstore.repository.summary import SnapshotSummary
+    from snapstore.version import VERSION
 
 __all__ = [
     "VERSION",
@@ -41,3 +47,42 @@ __all__ = [
     "open_store",
     "parse_snapshot_ref",
 ]
+
+# Where each name is. Loaded when first asked for: a program that pulls needs nothing of a push, and
+# loading all of it would take as long as restoring a small process.
+_HOMES = {
+    "SnapError": "snapstore.errors",
+    "RankId": "snapstore.ids",
+    "RefName": "snapstore.ids",
+    "SnapshotId": "snapstore.ids",
+    "SnapshotRef": "snapstore.ids",
+    "parse_snapshot_ref": "snapstore.ids",
+    "Compression": "snapstore.options",
+    "Integrity": "snapstore.options",
+    "StoreOptions": "snapstore.options",
+    "Progress": "snapstore.progress",
+    "ProgressCallback": "snapstore.progress",
+    "PullResult": "snapstore.repository.pull",
+    "PushResult": "snapstore.repository.push",
+    "ResolvedRef": "snapstore.repository.refs",
+    "Snapshot": "snapstore.repository.snapshot",
+    "Store": "snapstore.repository.store",
+    "init_store": "snapstore.repository.store",
+    "open_store": "snapstore.repository.store",
+    "SnapshotSummary": "snapstore.repository.summary",
+    "VERSION": "snapstore.version",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name; see PEP 562."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import os
 import stat
 from typing import TYPE_CHECKING, Protocol
@@ -104,6 +105,13 @@ class FileCalls(Protocol):
         """Write a prefix of the pieces at the descriptor's position."""
         ...
 
+    def set_direct(self, fd: int, *, direct: bool) -> bool:
+        """Let reads and writes bypass the page cache, or no longer; say whether they now do.
+
+        What bypasses it must be aligned (`snapstore.backend.direct`), else it fails with EINVAL.
+        """
+        ...
+
     def fsync(self, fd: int) -> None:
         """Make a file or directory durable; after an error its bytes are lost."""
         ...
@@ -156,6 +164,18 @@ class OsFileCalls:
     def writev(self, fd: int, pieces: Sequence[memoryview]) -> int:
         """See `FileCalls.writev`."""
         return os.writev(fd, pieces)
+
+    def set_direct(self, fd: int, *, direct: bool) -> bool:
+        """See `FileCalls.set_direct`."""
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, wanted)
+        except OSError as error:
+            if direct and error.errno == errno.EINVAL:  # not on this file system
+                return False
+            raise
+        return direct
 
     def fsync(self, fd: int) -> None:
         """See `FileCalls.fsync`."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from snapstore.backend import layout
 from snapstore.backend.base import CONTENT_NAMED, Capabilities, ObjectInfo, ObjectKind
 from snapstore.backend.descriptors import DescriptorCache
+from snapstore.backend.direct import open_direct, read_aligned
 from snapstore.backend.files import (
     FileCalls,
     OsFileCalls,
@@ -87,7 +88,7 @@ class PosixBackend:
             read_bytes_best=READ_BYTES_BEST,
         )
         self._descriptors = DescriptorCache(
-            self._tree.open, self._files.close, clock or SystemClock()
+            self._open_held, self._files.close, clock or SystemClock()
         )
 
     @classmethod
@@ -131,11 +132,12 @@ class PosixBackend:
         if offset < 0 or offset + view.nbytes > OFFSET_MAX:
             raise RangeNotSatisfiable(f"{_what(kind, name)} has no offset {offset}")
         lend = self._descriptors.lend if kind in _HELD_OPEN else self._tree.opened
+        read = read_aligned if kind is ObjectKind.PACK else read_full
         fresh = kind not in _HELD_OPEN
         for last in tries():
             try:
                 with lend(key) as fd:
-                    size = self._read(fd, offset, view)
+                    size = self._missed(fd, offset, view, read(self._files, fd, offset, view))
             except OSError as error:
                 self._descriptors.forget(key)
                 fresh = True
@@ -226,9 +228,13 @@ class PosixBackend:
         """See `Backend.close`."""
         self._descriptors.close()
 
-    def _read(self, fd: int, offset: int, view: memoryview) -> int | None:
-        """Fill the view; the object's size instead of `None` if it is too short."""
-        if view.nbytes and read_full(self._files, fd, offset, view) == view.nbytes:
+    def _open_held(self, key: str) -> int:
+        fd = self._tree.open(key)
+        return open_direct(self._files, fd) if layout.name_of(ObjectKind.PACK, key) else fd
+
+    def _missed(self, fd: int, offset: int, view: memoryview, count: int) -> int | None:
+        """The object's size if it ends before the view does, of which `count` bytes were there."""
+        if view.nbytes and count == view.nbytes:
             return None
         size = self._files.fstat(fd).size_bytes
         return None if not view.nbytes and offset <= size else size

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from snapstore.backend import layout
 from snapstore.backend.base import CONTENT_NAMED, ObjectKind
-from snapstore.backend.files import FileStat, read_full, write_all
+from snapstore.backend.direct import write_direct
+from snapstore.backend.files import FileStat, read_full
 from snapstore.backend.posix_tree import GONE, Tree, tries
 from snapstore.errors import CapabilityMissing, ObjectExists, TransientBackendError
 from snapstore.units import MIB
@@ -102,7 +103,7 @@ def _create(tree: Tree, key: str) -> int:
 def _write(tree: Tree, fd: int, views: Sequence[memoryview]) -> FileStat:
     """Write, sync and close a new file; its attributes are those of a complete one."""
     try:
-        write_all(tree.files, fd, views)
+        write_direct(tree.files, fd, views)
         tree.files.fsync(fd)
         found = tree.files.fstat(fd)
     except BaseException:

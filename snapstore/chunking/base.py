@@ -35,6 +35,9 @@ __all__ = [
 ByteArray = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 
+_SLICES_MAX = 64
+"""Up to so many runs of blocks are looked at in place; more are copied together first."""
+
 _COMPARED_BYTES = 256
 _COMPARED_PAIRS = ((0, 512), (1024, 2048), (2560, 3328))
 # Of 192 comparisons per block and byte position, random bytes agree 0.75 times, exponent bytes of
@@ -53,7 +56,8 @@ class Analysis:
         zero_runs: `[begin, end)` of runs of zeros that are not stored; shape (runs, 2).
         ends: Ascending offsets at which the content suggests to end a chunk.
         strong: Which of `ends` are strong suggestions.
-        repeats: Cumulative counts per 4 KiB block and byte position modulo 4; shape (blocks+1, 4).
+        repeats: Cumulative counts per block and byte position modulo 4; shape (blocks+1, 4).
+        pitch_bytes: The length of these blocks, of each of which the first page was looked at.
     """
 
     length: int
@@ -61,6 +65,7 @@ class Analysis:
     ends: Offsets
     strong: npt.NDArray[np.bool_]
     repeats: npt.NDArray[np.int64]
+    pitch_bytes: int = PAGE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,31 +116,44 @@ def block_sums(window: ByteArray) -> npt.NDArray[np.uint64]:
     return sums
 
 
-def zero_block_runs(window: ByteArray, sums: npt.NDArray[np.uint64]) -> Offsets:
-    """Find the runs of whole 4 KiB blocks that are zero, as `[begin, end)` in bytes."""
-    zero = sums == 0
-    # A sum of zero is no proof; the few blocks that have one are looked at word by word.
-    suspects = np.flatnonzero(zero)
-    if len(suspects):
-        words = window[: len(sums) * PAGE_BYTES].view(np.uint64).reshape(len(sums), -1)
-        zero[suspects] = ~words[suspects].any(axis=1)
-    edges = np.diff(zero.astype(np.int8), prepend=0, append=0)
-    begins = np.flatnonzero(edges == 1)
-    ends = np.flatnonzero(edges == -1)
-    return np.stack((begins, ends), axis=1) * PAGE_BYTES
+def zero_block_runs(window: ByteArray, suspects: npt.NDArray[np.bool_]) -> Offsets:
+    """Find the runs of whole 4 KiB blocks that are zero, as `[begin, end)` in bytes.
+
+    Args:
+        window: The bytes.
+        suspects: Which blocks may be zero, by a cheap test that no zero block fails.
+    """
+    blocks = len(suspects)
+    words = window[: blocks * PAGE_BYTES].view(np.uint64).reshape(blocks, PAGE_BYTES // 8)
+    zero = suspects.copy()
+    runs = _runs(suspects)
+    if len(runs) <= _SLICES_MAX:
+        for begin, end in runs.tolist():
+            zero[begin:end] = np.maximum.reduce(words[begin:end], axis=1) == 0
+    else:
+        zero[suspects] = np.maximum.reduce(words[suspects], axis=1) == 0
+    return _runs(zero) * PAGE_BYTES
 
 
-def repeat_counts(window: ByteArray) -> npt.NDArray[np.int64]:
-    """Count, per block and byte position modulo 4, how often bytes some distance apart agree."""
-    blocks = len(window) // PAGE_BYTES
-    rows = window[: blocks * PAGE_BYTES].reshape(blocks, PAGE_BYTES)
-    agree = np.zeros((blocks, _COMPARED_BYTES), np.uint8)
+def _runs(flags: npt.NDArray[np.bool_]) -> Offsets:
+    edges = np.diff(flags.astype(np.int8), prepend=0, append=0)
+    return np.stack((np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)), axis=1)
+
+
+def repeat_counts(window: ByteArray, *, pitch_bytes: int = PAGE_BYTES) -> npt.NDArray[np.int64]:
+    """Count, per block and byte position modulo 4, how often bytes some distance apart agree.
+
+    One page at the beginning of every `pitch_bytes` is looked at.
+    """
+    pages = window[: len(window) // PAGE_BYTES * PAGE_BYTES].reshape(-1, PAGE_BYTES)
+    rows = pages[:: pitch_bytes // PAGE_BYTES]
+    agree = np.zeros((len(rows), _COMPARED_BYTES), np.uint8)
     for left, right in _COMPARED_PAIRS:
         agree += rows[:, left : left + _COMPARED_BYTES] == rows[:, right : right + _COMPARED_BYTES]
     # Four counters of one byte each in one addition: none can pass 192.
     packed = np.add.reduce(agree.view(np.uint32), axis=1, dtype=np.uint32)
-    counts = packed.view(np.uint8).reshape(blocks, 4)
-    total = np.zeros((blocks + 1, 4), np.int64)
+    counts = packed.view(np.uint8).reshape(-1, 4)
+    total = np.zeros((len(rows) + 1, 4), np.int64)
     np.cumsum(counts, axis=0, out=total[1:])
     return total
 
@@ -146,8 +164,8 @@ def textures(analysis: Analysis, starts: Offsets, ends: Offsets) -> npt.NDArray[
     A chunk of less than a block is taken to repeat everywhere: trying costs little.
     """
     last = len(analysis.repeats) - 1
-    first_block = np.clip(starts // PAGE_BYTES, 0, last)
-    end_block = np.clip(-(-ends // PAGE_BYTES), 0, last)
+    first_block = np.clip(starts // analysis.pitch_bytes, 0, last)
+    end_block = np.clip(-(-ends // analysis.pitch_bytes), 0, last)
     blocks = end_block - first_block
     counts = analysis.repeats[end_block] - analysis.repeats[first_block]
     bits = counts >= (_REPEATS_OF_POSITION * blocks)[:, None]

@@ -52,7 +52,7 @@ class PageCutter:
         ends = (np.flatnonzero(sums * _MULTIPLIER < threshold) + 1) * PAGE_BYTES
         return Analysis(
             length=len(window),
-            zero_runs=zero_block_runs(window, sums),
+            zero_runs=zero_block_runs(window, sums == 0),
             ends=ends,
             strong=np.ones(len(ends), np.bool_),
             repeats=repeat_counts(window),

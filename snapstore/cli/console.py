@@ -7,10 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import msgspec
-import rich.box
-import rich.console
-import rich.progress
-import rich.table
 
 from snapstore.clock import SystemClock
 from snapstore.errors import SnapError
@@ -30,26 +26,27 @@ _CONTROL = {
 class Console:
     """Where one command prints.
 
-    With `json` stdout carries nothing but JSON: one object, or one a line for listings.
+    With `json` stdout carries nothing but JSON: one object, or one a line for listings. Rich is
+    loaded only to draw a table or a bar: it would be a tenth of a short command.
     """
 
     def __init__(self, *, json: bool, quiet: bool) -> None:
         self.json = json
         self.quiet = quiet
-        # Tables keep their columns when the output goes to a file or a pipe.
-        width = None if sys.stdout.isatty() else _PIPE_COLUMNS
-        self._out = rich.console.Console(soft_wrap=True, highlight=False, markup=False, width=width)
-        self._err = rich.console.Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
     def result(self, value: Mapping[str, object], text: str) -> None:
         """Print what a command found or did: an object, or a line or more for people."""
         if self.json:
             print(msgspec.json.encode(value, order="sorted").decode(), flush=True)
         else:
-            self._out.print(_shown(text))
+            print(_shown(text))
 
     def table(self, headings: list[str], rows: list[list[str]]) -> None:
         """Print a table for people; columns whose heading ends in `>` are right-aligned."""
+        import rich.box
+        import rich.console
+        import rich.table
+
         table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
         for heading in headings:
             table.add_column(
@@ -59,16 +56,18 @@ class Console:
             )
         for row in rows:
             table.add_row(*(one_line(_shown(cell)) for cell in row))
-        self._out.print(table)
+        # Tables keep their columns when the output goes to a file or a pipe.
+        width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+        rich.console.Console(highlight=False, markup=False, width=width).print(table)
 
     def note(self, text: str) -> None:
         """Tell people something on the side."""
         if not self.quiet:
-            self._err.print(_shown(text))
+            _complain(text)
 
     def warn(self, text: str) -> None:
         """Tell people something that they should look at, even with `--quiet`."""
-        self._err.print(_shown(f"warning: {text}"))
+        _complain(f"warning: {text}")
 
     def error(self, error: SnapError) -> None:
         """Print an error: the object, then the next step."""
@@ -86,7 +85,7 @@ class Console:
         lines = [f"error: {error}", *(f"note: {note}" for note in getattr(error, "__notes__", ()))]
         if error.next_step:
             lines.append(f"next: {error.next_step}")
-        self._err.print(_shown("\n".join(lines)))
+        _complain("\n".join(lines))
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[ProgressCallback | None]:
@@ -94,10 +93,10 @@ class Console:
         if self.quiet:
             yield None
         elif sys.stderr.isatty():
-            with _bar(self._err) as callback:
+            with _bar() as callback:
                 yield callback
         else:
-            yield _PlainProgress(self._err)
+            yield _PlainProgress()
 
 
 def one_line(text: str) -> str:
@@ -105,12 +104,20 @@ def one_line(text: str) -> str:
     return text.replace("\n", "\\n")
 
 
+def _complain(text: str) -> None:
+    print(_shown(text), file=sys.stderr, flush=True)
+
+
 def _shown(text: str) -> str:
     return text.translate(_CONTROL)
 
 
 @contextlib.contextmanager
-def _bar(console: rich.console.Console) -> Iterator[ProgressCallback]:
+def _bar() -> Iterator[ProgressCallback]:
+    import rich.console
+    import rich.progress
+
+    console = rich.console.Console(stderr=True, highlight=False, markup=False)
     columns = (
         rich.progress.TextColumn("{task.description:7}"),
         rich.progress.BarColumn(),
@@ -131,8 +138,7 @@ def _bar(console: rich.console.Console) -> Iterator[ProgressCallback]:
 class _PlainProgress:
     """Lines for logs: at each new phase and every few seconds."""
 
-    def __init__(self, console: rich.console.Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
         self._clock = SystemClock()
         self._phase = ""
         self._started_s = self._shown_s = self._clock.monotonic_s()
@@ -143,7 +149,7 @@ class _PlainProgress:
             self._phase = now.phase
             self._started_s = self._shown_s = moment_s
             total = f": {format_bytes(now.total_bytes)}" if now.total_bytes else ""
-            self._console.print(f"{now.phase}{total}")
+            _complain(f"{now.phase}{total}")
             return
         if moment_s - self._shown_s < _PLAIN_INTERVAL_S:
             return
@@ -153,4 +159,4 @@ class _PlainProgress:
         if now.total_bytes:
             left_s = (now.total_bytes - now.done_bytes) / max(rate, 1)
             line += f" of {format_bytes(now.total_bytes)}, {left_s:.0f} s left"
-        self._console.print(f"{line}, {format_bytes(int(rate))}/s")
+        _complain(f"{line}, {format_bytes(int(rate))}/s")

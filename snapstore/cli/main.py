@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Annotated
 
@@ -58,6 +59,12 @@ def run() -> None:
     # Workers come back from short library calls all the time: five milliseconds, the default, is
     # long for them to wait while the deciding thread runs.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.freeze()
+    gc.enable()
     if not __debug__:
         sys.exit("snapstore: refusing to run under python -O: its assertions guard your data")
-    app()
+    try:
+        app()
+    finally:
+        # The process ends here: going through all that is left, object by object, is no use.
+        gc.freeze()

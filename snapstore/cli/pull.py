@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,9 +19,11 @@ from snapstore.cli.common import (
 )
 from snapstore.clock import SystemClock
 from snapstore.options import Integrity, StoreOptions
-from snapstore.repository.pull import PullResult
 from snapstore.repository.store import open_store
 from snapstore.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from snapstore.repository.pull import PullResult
 
 __all__ = ["pull"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -10,8 +10,10 @@ import typer
 from snapstore.cli.common import Json, Quiet, StoreUrl, command, store_url
 from snapstore.cli.console import Console, one_line
 from snapstore.repository.store import open_store
-from snapstore.repository.summary import SnapshotSummary
 from snapstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from snapstore.repository.summary import SnapshotSummary
 
 __all__ = ["show"]
 

@@ -6,6 +6,7 @@ memory is their number times these sizes, whatever the snapshot. The first error
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -20,7 +21,7 @@ from snapstore.errors import DigestMismatch, MissingPack, ObjectNotFound, RangeN
 from snapstore.format import limits
 from snapstore.repository.buffers import BufferPool
 from snapstore.repository.objects import about
-from snapstore.repository.read_plan import Destination, ReadPlan, ReadUnit
+from snapstore.repository.read_plan import Destination, PlannedFrame, ReadPlan, ReadUnit
 
 if TYPE_CHECKING:
     from snapstore.repository.verifier import ChunkVerifier
@@ -87,14 +88,12 @@ class _Fetch:
         skip: Callable[[ReadUnit], bool],
         done: Callable[[ReadUnit], None],
     ) -> None:
-        pending = iter([unit for unit in self._plan.units if not skip(unit)])
-        lock = threading.Lock()
+        pending = _Shares([unit for unit in self._plan.units if not skip(unit)], threads)
 
-        def work() -> None:
+        def work(worker: int) -> None:
             try:
                 while not self._stop.is_set():
-                    with lock:
-                        unit = next(pending, None)
+                    unit = pending.take(worker)
                     if unit is None:
                         return
                     self._read(unit)
@@ -105,7 +104,7 @@ class _Fetch:
 
         with ThreadPoolExecutor(threads, thread_name_prefix="snapstore-fetch") as executor:
             try:
-                futures = [executor.submit(work) for _ in range(threads)]
+                futures = [executor.submit(work, worker) for worker in range(threads)]
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 self._stop.set()
@@ -123,29 +122,25 @@ class _Fetch:
                     next_step="if somebody removed data meanwhile, pull again; else push the same "
                     "tree again, which sends what is missing",
                 ) from error
-            for row in range(unit.first, unit.last):
-                self._frame(unit, row, stored)
+            # Once per read: looking names up costs as much as checking a small frame.
+            key = key_of(ObjectKind.PACK, unit.pack.hex)
+            step = f"move {key} away and push the same tree again, or pull another snapshot"
+            for frame in self._plan.frames_of(unit):
+                what = f"frame at offset {frame.offset} of pack {unit.pack.short}"
+                with about(what, next_step=step):
+                    self._frame(frame, stored[frame.offset - unit.offset :])
 
-    def _frame(self, unit: ReadUnit, row: int, stored: memoryview) -> None:
-        frame = self._plan.frames[row]
-        offset = int(frame["offset"])
-        begin = offset - unit.offset
-        data = stored[begin : begin + int(frame["stored_length"])]
-        key = key_of(ObjectKind.PACK, unit.pack.hex)
-        with about(
-            f"frame at offset {offset} of pack {unit.pack.short}",
-            next_step=f"move {key} away and push the same tree again, or pull another snapshot",
-        ):
-            if xxhash.xxh3_128_digest(data) != bytes(frame["checksum"]):
-                raise DigestMismatch("damaged, its checksum differs")
-            codec = int(frame["codec"])
-            if codec == Codec.RAW and len(data) == frame["plain_length"]:
-                self._distribute(row, data)
-                return
-            with self._decoded.borrowed() as buffer:
-                decoded = buffer[: int(frame["plain_length"])].data
-                decode_frame(codec, data, decoded)
-                self._distribute(row, decoded)
+    def _frame(self, frame: PlannedFrame, stored: memoryview) -> None:
+        data = stored[: frame.stored_length]
+        if xxhash.xxh3_128_digest(data) != frame.checksum:
+            raise DigestMismatch("damaged, its checksum differs")
+        if frame.codec == Codec.RAW and len(data) == frame.plain_length:
+            self._distribute(frame.row, data)
+            return
+        with self._decoded.borrowed() as buffer:
+            decoded = buffer[: frame.plain_length].data
+            decode_frame(frame.codec, data, decoded)
+            self._distribute(frame.row, decoded)
 
     def _distribute(self, row: int, decoded: memoryview) -> None:
         for destination in self._plan.destinations(row):
@@ -153,3 +148,26 @@ class _Fetch:
                 self._verifiers[destination.source].check(destination, decoded)
             end = destination.offset + destination.length
             self._place(destination, decoded[destination.offset : end])
+
+
+class _Shares:
+    """Reads dealt out so that each worker goes on where it was, and none is idle at the end.
+
+    Neighbours in a pack mostly belong to one file, whose writers would wait for one another.
+    """
+
+    def __init__(self, units: Sequence[ReadUnit], workers: int) -> None:
+        share = -(-len(units) // workers)
+        self._shares = [
+            collections.deque(units[worker * share : (worker + 1) * share])
+            for worker in range(workers)
+        ]
+        self._lock = threading.Lock()
+
+    def take(self, worker: int) -> ReadUnit | None:
+        """Give a worker its next read, else the last one of whoever has most left."""
+        with self._lock:
+            if self._shares[worker]:
+                return self._shares[worker].popleft()
+            longest = max(self._shares, key=len)
+            return longest.pop() if longest else None

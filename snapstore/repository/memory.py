@@ -31,6 +31,11 @@ READ_BYTES = 8 * MIB
 
 _SMALL_BUDGET_BYTES = 512 * MIB
 _WINDOWS_MIN = 2
+_READERS_AHEAD = 1
+"""One more than there are cores: while it waits for the storage the others decode."""
+
+_WINDOWS_AHEAD = 3
+"""Windows beyond one per worker: to read into, to decide about, to pack."""
 _CATALOG_BYTES_MIN = 8 * MIB
 
 
@@ -77,8 +82,11 @@ class MemoryPlan:
         per_reader = READ_BYTES + 2 * limits.FRAME_PLAIN_BYTES_MAX + 2 * MIB
         return cls(
             threads=threads,
-            readers=min(options.threads_effective, (budget - _INTERPRETER_BYTES) // per_reader),
-            window_buffers=min(windows, 2 * threads + 4),
+            readers=min(
+                options.threads_effective + _READERS_AHEAD,
+                (budget - _INTERPRETER_BYTES) // per_reader,
+            ),
+            window_buffers=min(windows, threads + _WINDOWS_AHEAD),
             pack_bytes=pack_bytes,
             packs_in_flight=packs_in_flight,
             catalog_bytes=catalog_bytes,

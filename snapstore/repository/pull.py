@@ -17,6 +17,7 @@ from snapstore.repository.objects import about
 from snapstore.repository.read_plan import Destination, ReadPlan, ReadUnit, plan_reads
 from snapstore.repository.verifier import ChunkVerifier
 from snapstore.target.atomic import AtomicDirectory
+from snapstore.target.journal import merged_ranges
 from snapstore.target.place import TreeTarget
 
 if TYPE_CHECKING:
@@ -214,10 +215,15 @@ def _unit_done(
 ) -> Callable[[ReadUnit], None]:
     def done(unit: ReadUnit) -> None:
         count_bytes = 0
+        ranges: dict[bytes, list[tuple[int, int]]] = {}
         for place in _places(plan, unit):
             count_bytes += place.length
             for piece in files.pieces(place):
-                journal.mark_done(piece.entry.path, piece.file_offset, piece.length)
+                end = piece.file_offset + piece.length
+                ranges.setdefault(piece.entry.path, []).append((piece.file_offset, end))
+        for path, written in ranges.items():
+            for begin, end in merged_ranges(written):
+                journal.mark_done(path, begin, end - begin)
         meter.add(count_bytes)
 
     return done

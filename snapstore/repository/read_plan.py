@@ -8,14 +8,16 @@ any number of threads can take them.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from snapstore.format.layout import ZEROS, LayoutTables
+from snapstore.format.limits import ALIGNMENT_FRAME_BYTES
 from snapstore.ids import PackId
 from snapstore.repository.frames import FrameTable
-from snapstore.units import KIB
+from snapstore.units import KIB, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,6 +79,17 @@ class ReadUnit:
     last: int
 
 
+class PlannedFrame(NamedTuple):
+    """One frame of a plan: its row there, and what the layout says of it."""
+
+    row: int
+    offset: int
+    stored_length: int
+    plain_length: int
+    codec: int
+    checksum: bytes
+
+
 class ReadPlan:
     """Reads for a set of layouts. Immutable once made; thread-safe."""
 
@@ -95,6 +108,12 @@ class ReadPlan:
     def stored_bytes(self) -> int:
         """Bytes that will be read."""
         return sum(unit.length for unit in self.units)
+
+    def frames_of(self, unit: ReadUnit) -> Iterator[PlannedFrame]:
+        """The frames of one read, in order of their offsets."""
+        rows = self.frames[unit.first : unit.last]
+        columns = (rows[name].tolist() for name in PlannedFrame._fields[1:])
+        return map(PlannedFrame, itertools.count(unit.first), *columns)
 
     def destinations(self, frame: int) -> Iterator[Destination]:
         """Where the bytes of a frame (a row of `frames`) belong."""
@@ -154,6 +173,7 @@ def _units(frames: Rows, packs: Rows, read_bytes_max: int) -> list[ReadUnit]:
     begins = frames["offset"].astype(np.int64).tolist()
     ends = (frames["offset"] + frames["stored_length"]).astype(np.int64).tolist()
     pack_of = frames["pack"].tolist()
+    lengths = packs["length"].tolist()
     ids = [PackId(bytes(raw)) for raw in packs["id"].tolist()]
     first = 0
     for row in range(1, len(frames) + 1):
@@ -164,7 +184,9 @@ def _units(frames: Rows, packs: Rows, read_bytes_max: int) -> list[ReadUnit]:
             and ends[row] - begins[first] <= read_bytes_max
         )
         if not joins:
-            length = ends[row - 1] - begins[first]
+            # To the end of a block, which makes the request whole for storage that reads blocks.
+            end = min(align_up(ends[row - 1], ALIGNMENT_FRAME_BYTES), lengths[pack_of[first]])
+            length = max(end, ends[row - 1]) - begins[first]
             units.append(ReadUnit(ids[pack_of[first]], begins[first], length, first, row))
             first = row
     return units

@@ -1,6 +1,6 @@
 """The façade: one open store, and everything that can be done with it.
 
-Wiring only; the work is in the modules beside this one.
+Wiring only; the work is in the modules beside this one, which are imported when first used.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from snapstore.ids import RefName, SnapshotRef, parse_snapshot_ref
 from snapstore.options import StoreOptions
 from snapstore.progress import ProgressCallback, ProgressMeter
 from snapstore.repository.objects import read_object
-from snapstore.repository.pull import PullRequest, PullResult, pull_snapshot
-from snapstore.repository.push import PushRequest, PushResult, push_directory
 from snapstore.repository.refs import ResolvedRef, list_refs, resolve_ref
 from snapstore.repository.snapshot import Snapshot, load_snapshot
-from snapstore.repository.summary import SnapshotSummary, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from snapstore.format.rank import RankNumber
+    from snapstore.repository.pull import PullResult
+    from snapstore.repository.push import PushResult
+    from snapstore.repository.summary import SnapshotSummary
 
 __all__ = ["Store", "init_store", "open_store"]
 
@@ -97,6 +97,8 @@ class Store:
             BackendError: The storage failed.
             ConcurrencyError: Somebody else decided first; push again.
         """
+        from snapstore.repository.push import PushRequest, push_directory
+
         self._refuse_overlap(Path(directory))
         request = PushRequest(
             directory=Path(directory),
@@ -139,6 +141,8 @@ class Store:
             IntegrityError: Bytes are damaged or gone; nothing has the final name.
             TargetError: The directory cannot be used.
         """
+        from snapstore.repository.pull import PullRequest, pull_snapshot
+
         self._refuse_overlap(Path(directory))
         request = PullRequest(
             directory=Path(directory),
@@ -189,6 +193,8 @@ class Store:
 
     def show(self, name: SnapshotRef | RefName | str) -> SnapshotSummary:
         """Tell what a snapshot holds and what it takes."""
+        from snapstore.repository.summary import summarise
+
         return summarise(self.snapshot(name))
 
     def _refuse_overlap(self, directory: Path) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WINDOW_BYTES", "StreamSource", "Window"]
 
-WINDOW_BYTES = 8 * MIB
+WINDOW_BYTES = 12 * MIB
 """Large enough that the work per window hides the interpreter's share of it, small enough that
 a dozen of them fit any budget."""
 

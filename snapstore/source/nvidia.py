@@ -18,15 +18,17 @@ from snapstore.errors import Malformed
 from snapstore.format import limits
 from snapstore.fstree import show_path
 from snapstore.source.classes import FileRole
-from snapstore.source.safe_yaml import YAML_BYTES_MAX, YamlValue, parse_yaml
 from snapstore.source.tree_index import TreeIndex, join_path, path_text
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from snapstore.source.safe_yaml import YamlValue
+
 __all__ = ["Device", "GpuLayout", "SnapshotManifest", "find_gpu_layout", "read_snapshot_manifest"]
 
+MANIFEST_BYTES_MAX = 1 * MIB
 DEVICE_MANIFEST_BYTES_MAX = 1 * MIB
 GPUS_MAX = 1024
 PIDS_MAX = 65_536
@@ -87,7 +89,7 @@ def read_snapshot_manifest(index: TreeIndex, directory: bytes) -> SnapshotManife
         SourceError: It cannot be read or changed since the scan.
     """
     document = index.read(
-        join_path(directory, b"manifest.yaml"), parse_yaml, size_bytes_max=YAML_BYTES_MAX
+        join_path(directory, b"manifest.yaml"), _parse_yaml, size_bytes_max=MANIFEST_BYTES_MAX
     )
     checkpoint_id = _text(_get(document, "checkpointId"))
     if not checkpoint_id:
@@ -125,6 +127,13 @@ def read_snapshot_manifest(index: TreeIndex, directory: bytes) -> SnapshotManife
         gpu_uuids=tuple(uuid for uuid in uuids if _GPU_UUID.fullmatch(uuid)),
         cuda_storage_mode=_text(_get(document, "cudaRestore", "storageMode")),
     )
+
+
+def _parse_yaml(data: bytes, name: str) -> YamlValue:
+    # Few trees have a manifest, and the parser takes ten milliseconds to load.
+    from snapstore.source.safe_yaml import parse_yaml
+
+    return parse_yaml(data, name)
 
 
 def find_gpu_layout(index: TreeIndex) -> GpuLayout:

@@ -24,7 +24,7 @@ from snapstore.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["NO_SPACE", "Journal", "JournalHeldError"]
+__all__ = ["NO_SPACE", "Journal", "JournalHeldError", "merged_ranges"]
 
 JOURNAL_BYTES_MAX = 256 * MIB
 """A record of some 80 bytes for every 4 MiB of a terabyte makes 20 MB."""
@@ -208,6 +208,17 @@ def _add_range(ranges: list[tuple[int, int]], start: int, end: int) -> None:
         start, end = min(start, ranges[last][0]), max(end, ranges[last][1])
         last += 1
     ranges[first:last] = [(start, end)]
+
+
+def merged_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sort ranges and join those that touch, so that few records say the same as many."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
 
 
 def _lock(fd: int, name: bytes) -> None:

@@ -202,6 +202,10 @@ class KillableFiles:
         """See `FileCalls.writev`."""
         return self._run(self._of("writev", fd), lambda: self._inner.writev(fd, pieces))
 
+    def set_direct(self, fd: int, *, direct: bool) -> bool:
+        """See `FileCalls.set_direct`; no boundary, since nothing outside the process changes."""
+        return self._inner.set_direct(fd, direct=direct)
+
     def fsync(self, fd: int) -> None:
         """See `FileCalls.fsync`."""
         self._run(self._of("fsync", fd), lambda: self._inner.fsync(fd))

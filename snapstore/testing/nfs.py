@@ -374,6 +374,13 @@ class NfsClient:
             opened.position += len(data)
             return len(data)
 
+    def set_direct(self, fd: int, *, direct: bool) -> bool:
+        """See `FileCalls.set_direct`; always refused, so that every byte meets the cache."""
+        with self._lock:
+            self._open_file(fd)
+        del direct
+        return False
+
     def fsync(self, fd: int) -> None:
         """See `FileCalls.fsync`."""
         with self._lock:

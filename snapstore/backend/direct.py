@@ -1,0 +1,135 @@
+"""Reading and writing past the page cache: large objects are moved once and read rarely.
+
+Packs are written and read in long aligned runs. Through the page cache that costs a copy and fresh
+pages, 1 s of processor time per GB on the machines measured (`docs/benchmarks/direct.md`), and it
+pushes out the memory of the very processes that a snapshot is of. The system wants address, offset
+and length of such a transfer aligned; where it refuses all the same, the page cache is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from snapstore.backend.files import FileCalls, write_all
+from snapstore.units import MIB, PAGE_BYTES, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["open_direct", "read_aligned", "write_direct"]
+
+_WRITE_BYTES_MIN = 1 * MIB
+"""Less is not worth two system calls, and is likely to be read again soon."""
+
+_BOUNCE_BYTES = 1 * MIB
+
+
+def open_direct(files: FileCalls, fd: int) -> int:
+    """Let a descriptor bypass the page cache if it can; for use as an opener's last step."""
+    files.set_direct(fd, direct=True)
+    return fd
+
+
+def write_direct(files: FileCalls, fd: int, views: Sequence[memoryview]) -> None:
+    """Write all bytes of all views; a long aligned beginning goes past the page cache.
+
+    The descriptor must be at offset 0 of a new file; afterwards it uses the page cache.
+    """
+    aligned = _aligned_bytes(views[0]) if views else 0
+    if aligned < _WRITE_BYTES_MIN or not files.set_direct(fd, direct=True):
+        write_all(files, fd, views)
+        return
+    body = views[0][:aligned]
+    done = 0
+    # EINVAL: some file system or device wants more than pages; the rest goes the common way.
+    with contextlib.suppress(_Refused):
+        while done < aligned:
+            done += _or_refused(files, fd, body[done:])
+    files.set_direct(fd, direct=False)
+    rest = [views[0][done:], *views[1:]]
+    write_all(files, fd, [view for view in rest if view.nbytes])
+
+
+def read_aligned(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:
+    """Fill `into` from `offset` on and return how many bytes there were.
+
+    Works on any descriptor; one that bypasses the page cache gets aligned requests only. A range
+    that is aligned itself goes straight into the buffer, another through one of our own.
+    """
+    done = 0
+    if offset % PAGE_BYTES == 0:
+        aligned = _aligned_bytes(into)
+        done = _fill(files, fd, offset, into[:aligned])
+        if done < aligned:
+            return done
+    while done < into.nbytes:
+        wanted = min(into.nbytes - done, _BOUNCE_BYTES)
+        count = _read_through_bounce(files, fd, offset + done, into[done : done + wanted])
+        done += count
+        if count < wanted:
+            break
+    return done
+
+
+class _Refused(Exception):
+    """The system does not take this transfer past the page cache."""
+
+
+def _or_refused(files: FileCalls, fd: int, data: memoryview) -> int:
+    try:
+        written = files.writev(fd, [data])
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise _Refused from error
+        raise
+    if written == 0:
+        raise OSError(errno.EIO, "the file system took no bytes and gave no reason")
+    return written
+
+
+def _pread(files: FileCalls, fd: int, into: memoryview, offset: int) -> int:
+    try:
+        return files.pread(fd, into, offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # Others may be using the descriptor: they go through the page cache as well from now on.
+    files.set_direct(fd, direct=False)
+    return files.pread(fd, into, offset)
+
+
+def _read_through_bounce(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:
+    """Read an unaligned range; fewer bytes only where the file ends."""
+    begin = offset - offset % PAGE_BYTES
+    length = align_up(offset + into.nbytes, PAGE_BYTES) - begin
+    bounce = _page_aligned(length)
+    count = _fill(files, fd, begin, bounce) - (offset - begin)
+    got = max(0, min(count, into.nbytes))
+    into[:got] = bounce[offset - begin : offset - begin + got]
+    return got
+
+
+def _fill(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:
+    done = 0
+    while done < into.nbytes:
+        count = _pread(files, fd, into[done:], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def _page_aligned(size_bytes: int) -> memoryview:
+    room = np.empty(size_bytes + PAGE_BYTES, np.uint8)
+    skip = -room.ctypes.data % PAGE_BYTES
+    return room[skip : skip + size_bytes].data
+
+
+def _aligned_bytes(view: memoryview) -> int:
+    """How many bytes at the beginning of a view can be moved past the page cache."""
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    return view.nbytes - view.nbytes % PAGE_BYTES if address % PAGE_BYTES == 0 else 0
