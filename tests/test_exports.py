@@ -40,6 +40,7 @@ def is_documented_here(thing: object) -> bool:
 def test_the_list_is_sorted_and_complete() -> None:
     """Nothing is public by accident: what is in the module and no submodule is in the list."""
     names = snapstore.__all__
+    assert exported()  # which loads them: they are not there before
     assert len(set(names)) == len(names)
     assert names == sorted(
         names, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
@@ -48,8 +49,16 @@ def test_the_list_is_sorted_and_complete() -> None:
         name
         for name, value in vars(snapstore).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
+    } - {"TYPE_CHECKING", "annotations"}
     assert public == set(names)
+
+
+def test_every_name_has_a_home() -> None:
+    """Names are loaded when first used, so one without a home would be missed late."""
+    assert set(snapstore._HOMES) == set(snapstore.__all__)
+    assert set(snapstore.__all__) <= set(dir(snapstore))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = snapstore.nothing  # type: ignore[attr-defined]
 
 
 def test_everything_can_be_imported_with_a_star() -> None:

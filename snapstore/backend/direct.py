@@ -1,9 +1,9 @@
 """Reading and writing past the page cache: large objects are moved once and read rarely.
 
 Packs are written and read in long aligned runs. Through the page cache that costs a copy and fresh
-pages, 1 s of processor time per GB on the machines measured (`docs/benchmarks/direct.md`), and it
-pushes out the memory of the very processes that a snapshot is of. The system wants address, offset
-and length of such a transfer aligned; where it refuses all the same, the page cache is used.
+pages, about a second of processor time per GB (`format_spec/decisions/0005-posix.md`), and pushes
+out what the machine's own work has there. The system wants address, offset and length of such a
+transfer aligned; where it refuses all the same, the page cache is used.
 """
 
 from __future__ import annotations

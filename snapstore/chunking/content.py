@@ -22,10 +22,9 @@ from snapstore.chunking.base import (
     Offsets,
     assemble,
     data_extents,
-    repeat_counts,
     zero_block_runs,
 )
-from snapstore.units import KIB, MIB, PAGE_BYTES
+from snapstore.units import KIB, PAGE_BYTES
 
 __all__ = ["ContentCutter"]
 
@@ -36,7 +35,7 @@ _WORD_BYTES = 4
 _SIEVE = 256
 """One position in so many passes the first hash."""
 
-_SCAN_BYTES = 1 * MIB
+_SCAN_BYTES = 1024 * KIB
 """Scanned at a time: its products and flags stay in the second-level cache."""
 
 _PAGES_COMPARED = 16
@@ -64,12 +63,16 @@ class ContentCutter:
         """No chunk is longer."""
         return 4 * self.mean_bytes
 
+    @property
+    def texture_pitch_bytes(self) -> int:
+        """A number of pages of each chunk."""
+        return max(self.mean_bytes // _PAGES_COMPARED, PAGE_BYTES)
+
     def analyse(self, window: ByteArray) -> Analysis:
         """Find long zero runs and positions where a chunk may end."""
         # Four suggestions per mean length, one in eight of them strong.
         ends, hashes = _scan(window, _threshold(4 * _SIEVE, self.mean_bytes))
         strong = hashes > _threshold(_SIEVE // 2, self.mean_bytes)
-        pitch_bytes = max(self.mean_bytes // _PAGES_COMPARED, PAGE_BYTES)
         runs = zero_block_runs(window, _may_be_zero(window))
         runs = runs[runs[:, 1] - runs[:, 0] >= self.zero_run_bytes]
         return Analysis(
@@ -77,8 +80,6 @@ class ContentCutter:
             zero_runs=_widen(window, runs),
             ends=ends,
             strong=strong,
-            repeats=repeat_counts(window, pitch_bytes=pitch_bytes),
-            pitch_bytes=pitch_bytes,
         )
 
     def cut(self, analysis: Analysis, *, carried: int, final: bool) -> Cut:

@@ -19,7 +19,6 @@ from snapstore.chunking.base import (
     assemble,
     block_sums,
     data_extents,
-    repeat_counts,
     zero_block_runs,
 )
 from snapstore.units import PAGE_BYTES
@@ -37,13 +36,18 @@ class PageCutter:
     Zero pages, even single ones, are no part of any chunk.
     """
 
-    pages_mean: int = 4
-    pages_max: int = 16
+    pages_mean: int = 8
+    pages_max: int = 32
 
     @property
     def chunk_bytes_max(self) -> int:
         """No chunk is longer."""
         return self.pages_max * PAGE_BYTES
+
+    @property
+    def texture_pitch_bytes(self) -> int:
+        """Every page: a chunk has few."""
+        return PAGE_BYTES
 
     def analyse(self, window: ByteArray) -> Analysis:
         """Find zero pages and the pages after which a chunk may end."""
@@ -55,7 +59,6 @@ class PageCutter:
             zero_runs=zero_block_runs(window, sums == 0),
             ends=ends,
             strong=np.ones(len(ends), np.bool_),
-            repeats=repeat_counts(window),
         )
 
     def cut(self, analysis: Analysis, *, carried: int, final: bool) -> Cut:

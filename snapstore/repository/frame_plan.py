@@ -56,7 +56,7 @@ def plan_frames(
         rows: Which chunks are new, ascending.
         starts: Start of every chunk of the window, relative to it.
         ends: End of every chunk.
-        textures: Texture of every chunk.
+        textures: Texture of each of `rows`.
 
     Returns:
         Frames in order; every row is in exactly one.
@@ -64,7 +64,7 @@ def plan_frames(
     if not len(rows):
         return []
     begin, end = starts[rows], ends[rows]
-    mask = _settled_textures(textures[rows], end - begin)
+    mask = _settled_textures(textures, end - begin)
     plans: list[FramePlan] = []
     first = 0
     length = 0

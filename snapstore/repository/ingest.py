@@ -20,7 +20,8 @@ import numpy.typing as npt
 import xxhash
 from blake3 import blake3
 
-from snapstore.chunking.base import Analysis, Cut, Cutter, repeat_counts, textures
+from snapstore.chunking.base import Analysis, Cut, Cutter
+from snapstore.chunking.texture import textures
 from snapstore.compression import EncodedFrame, encode_frame
 from snapstore.format import pack as pack_format
 from snapstore.format.tables import U64, Rows, id_words
@@ -83,7 +84,6 @@ class _Job:
     buffer: ByteArray
     analysis: Future[Analysis]
     cut: Cut | None = None
-    textures: npt.NDArray[np.uint8] | None = None
     hashing: Future[Rows] | None = None
     encoding: list[tuple[int, FramePlan, Future[_EncodeResult]]] = dataclasses.field(
         default_factory=list
@@ -187,7 +187,6 @@ class Ingest:
             cut = stream.cutter.cut(analysis, carried=carried, final=job.final)
         stream.carried = job.data[job.window.length - cut.carried :].copy()
         job.cut = cut
-        job.textures = textures(analysis, cut.starts, cut.ends)
         chunks = ~cut.zero
         job.hashing = self._executor.submit(
             _hash_chunks, job.buffer, cut.starts[chunks], cut.ends[chunks]
@@ -198,7 +197,6 @@ class Ingest:
         """Decide what is new, give frames to it, and tell the manifest where everything is."""
         cut = job.cut
         assert cut is not None, "cut before planned"
-        assert job.textures is not None, "cut before planned"
         chunk = ~cut.zero
         starts, ends = cut.starts[chunk], cut.ends[chunk]
         lengths = ends - starts
@@ -211,7 +209,10 @@ class Ingest:
         new = ~known | again
         self.totals.rewritten_bytes += int(lengths[again].sum())
         fresh = np.flatnonzero(new & (first == np.arange(len(first))))
-        plans = plan_frames(fresh, starts, ends, job.textures[chunk])
+        # Only of what is new: for known chunks nobody asks.
+        pitch_bytes = job.stream.cutter.texture_pitch_bytes
+        found = textures(job.data, starts[fresh], ends[fresh], pitch_bytes=pitch_bytes)
+        plans = plan_frames(fresh, starts, ends, found)
         self._number_frames(plans, frames, offsets, lengths, job)
         self._catalog.add(
             words[fresh],
@@ -288,22 +289,23 @@ def _analyse(cutter: Cutter, window: Window, data: ByteArray) -> Analysis:
         return _hole(window.length)
     window.load(data)
     if window.ends is not None:
-        return _uncut(data)
+        return _plain(len(data))
     return cutter.analyse(data)
 
 
-def _uncut(data: ByteArray) -> Analysis:
-    return dataclasses.replace(_hole(0), length=len(data), repeats=repeat_counts(data))
+def _plain(length: int) -> Analysis:
+    """What is known of bytes that nobody has looked at."""
+    return Analysis(
+        length=length,
+        zero_runs=np.empty((0, 2), np.int64),
+        ends=np.empty(0, np.int64),
+        strong=np.empty(0, np.bool_),
+    )
 
 
 def _hole(length: int) -> Analysis:
-    return Analysis(
-        length=length,
-        zero_runs=np.array([[0, length]] if length else np.empty((0, 2)), np.int64),
-        ends=np.empty(0, np.int64),
-        strong=np.empty(0, np.bool_),
-        repeats=np.zeros((1, 4), np.int64),
-    )
+    runs = np.array([[0, length]] if length else np.empty((0, 2)), np.int64)
+    return dataclasses.replace(_plain(length), zero_runs=runs)
 
 
 def _fixed_cut(ends: Numbers) -> Cut:

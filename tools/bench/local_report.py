@@ -49,13 +49,24 @@ def fastest(table: Table, key: str) -> tuple[str, float] | None:
     return (min(times)[1], min(times)[0]) if times else None
 
 
+def durable(table: Table, step: str) -> Table:
+    """Add to each peer the time after which what it stored survives a power cut."""
+    key = f"{step}_wall_s"
+    return {
+        name: {**row, f"{step}_durable_s": row[key] + row.get(f"{step}_flush_s", 0.0)}
+        for name, row in table.items()
+        if key in row
+    }
+
+
 def push_target(table: Table, step: str, what: str) -> Target:
     """Judge a push against the fastest rival."""
     bound = f">= {PUSH_RATIO} x the fastest of restic, borg, casync, hf-xet"
-    rival = fastest(table, f"{step}_wall_s")
+    table = durable(table, step)
+    rival = fastest(table, f"{step}_durable_s")
     if OURS not in table or rival is None:
         return Target(what, bound, "", None)
-    ours = table[OURS][f"{step}_wall_s"]
+    ours = table[OURS][f"{step}_durable_s"]
     ratio = rival[1] / ours
     return Target(
         what,

@@ -24,13 +24,13 @@ from snapstore.repository import file_streams, frame_plan, memory
 from snapstore.source.classes import DataClass
 from snapstore.units import KIB, MIB
 
-DEFAULTS = {"pages": 4, "tensors": 256, "coded": 1024, "raw": 4096, "pack": 64}
+DEFAULTS = {"pages": 8, "tensors": 256, "coded": 1024, "raw": 4096, "pack": 64}
 """Mean pages of a page chunk; mean KiB of a tensor chunk; KiB of coded and raw frames; MiB."""
 
 VARIANTS: list[dict[str, int]] = [
     {},
-    {"pages": 2},
-    {"pages": 8},
+    {"pages": 4},
+    {"pages": 16},
     {"tensors": 64},
     {"tensors": 128},
     {"coded": 256},

@@ -5,9 +5,9 @@ import base64
 import numpy as np
 import pytest
 
-from snapstore.chunking.base import repeat_counts, textures
 from snapstore.chunking.content import ContentCutter
 from snapstore.chunking.pages import PageCutter
+from snapstore.chunking.texture import repeat_counts, textures
 from snapstore.units import KIB, MIB, PAGE_BYTES
 from tests.support.samples import ByteArray, bf16, constant, fp16, fp32, random_bytes, text
 
@@ -21,7 +21,8 @@ def masks_of(data: ByteArray) -> list[int]:
     """The texture of every chunk of a stream of one window."""
     analysis = CUTTER.analyse(data)
     cut = CUTTER.cut(analysis, carried=0, final=True)
-    found: list[int] = textures(analysis, cut.starts, cut.ends).tolist()
+    pitch_bytes = CUTTER.texture_pitch_bytes
+    found: list[int] = textures(data, cut.starts, cut.ends, pitch_bytes=pitch_bytes).tolist()
     return found
 
 
@@ -72,19 +73,31 @@ def test_less_than_a_block_is_worth_a_try() -> None:
 
 def test_pages_of_numbers_are_recognised_too() -> None:
     cutter = PageCutter()
-    analysis = cutter.analyse(bf16(MIB, 2))
-    cut = cutter.cut(analysis, carried=0, final=True)
-    found = textures(analysis, cut.starts, cut.ends)
+    data = bf16(MIB, 2)
+    cut = cutter.cut(cutter.analyse(data), carried=0, final=True)
+    found = textures(data, cut.starts, cut.ends)
     # A chunk of a page or two tells less than one of 64 KiB.
     assert (found == ODD_BYTES).mean() > 0.95
 
 
 def test_a_chunk_that_began_before_the_window_is_judged_by_what_is_in_it() -> None:
-    analysis = CUTTER.analyse(bf16(MIB // 2, 3))
-    found = textures(analysis, np.array([-70_000]), np.array([40_000]))
+    data = bf16(MIB // 2, 3)
+    found = textures(data, np.array([-70_000]), np.array([40_000]))
     assert found.tolist() == [ODD_BYTES]
-    nothing = CUTTER.analyse(np.zeros(0, np.uint8))
+    nothing = np.zeros(0, np.uint8)
     assert textures(nothing, np.array([-5]), np.array([0])).tolist() == [EVERYWHERE]
+
+
+@pytest.mark.parametrize("pitch_bytes", [PAGE_BYTES, 16 * KIB])
+def test_a_chunk_has_the_same_texture_among_others_and_alone(pitch_bytes: int) -> None:
+    """Only what is new is looked at, so the neighbours must not matter."""
+    data = np.concatenate((bf16(MIB // 2, 1), random_bytes(MIB, 2), text(MIB, 3)))
+    ends = np.arange(100_000, len(data), 100_000)
+    starts = ends - 100_000
+    all_found = textures(data, starts, ends, pitch_bytes=pitch_bytes)
+    for row in range(len(ends)):
+        alone = textures(data, starts[[row]], ends[[row]], pitch_bytes=pitch_bytes)
+        assert alone[0] == all_found[row]
 
 
 def test_counts_are_those_of_the_obvious_program() -> None:

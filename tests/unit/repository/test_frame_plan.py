@@ -32,7 +32,7 @@ class Chunks:
         self.rows = np.flatnonzero(np.array([is_new for *_, is_new in parts], np.bool_))
 
     def plan(self) -> list[FramePlan]:
-        return plan_frames(self.rows, self.starts, self.ends, self.textures)
+        return plan_frames(self.rows, self.starts, self.ends, self.textures[self.rows])
 
 
 def alike(count: int, length: int, texture: int) -> Chunks:
