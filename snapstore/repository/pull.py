@@ -17,7 +17,6 @@ from snapstore.repository.objects import about
 from snapstore.repository.read_plan import Destination, ReadPlan, ReadUnit, plan_reads
 from snapstore.repository.verifier import ChunkVerifier
 from snapstore.target.atomic import AtomicDirectory
-from snapstore.target.journal import merged_ranges
 from snapstore.target.place import TreeTarget
 
 if TYPE_CHECKING:
@@ -221,9 +220,7 @@ def _unit_done(
             for piece in files.pieces(place):
                 end = piece.file_offset + piece.length
                 ranges.setdefault(piece.entry.path, []).append((piece.file_offset, end))
-        for path, written in ranges.items():
-            for begin, end in merged_ranges(written):
-                journal.mark_done(path, begin, end - begin)
+        journal.mark_all_done(ranges)
         meter.add(count_bytes)
 
     return done

@@ -22,9 +22,9 @@ from snapstore.errors import OutOfSpace, TargetError
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["NO_SPACE", "Journal", "JournalHeldError", "merged_ranges"]
+__all__ = ["NO_SPACE", "Journal", "JournalHeldError"]
 
 JOURNAL_BYTES_MAX = 256 * MIB
 """A record of some 80 bytes for every 4 MiB of a terabyte makes 20 MB."""
@@ -136,9 +136,18 @@ class Journal:
 
     def mark_done(self, path: bytes, offset: int, size_bytes: int) -> None:
         """Note that these bytes of a file are written. Does not block on the disk."""
+        self.mark_all_done({path: [(offset, offset + size_bytes)]})
+
+    def mark_all_done(self, ranges: Mapping[bytes, list[tuple[int, int]]]) -> None:
+        """Note what is written of several files, as `(begin, end)`, with one write."""
+        records: list[Mapping[str, str | int | None]] = []
         with self._lock:
-            _add_range(self._done.setdefault(path, []), offset, offset + size_bytes)
-            self._append({"done": _text(path), "at": offset, "size": size_bytes})
+            for path, written in ranges.items():
+                done = self._done.setdefault(path, [])
+                for begin, end in _merged(written):
+                    _add_range(done, begin, end)
+                    records.append({"done": _text(path), "at": begin, "size": end - begin})
+            self._append(*records)
 
     def mark_made(self, path: bytes) -> None:
         """Note that a file or link is about to be made by us, where nothing was."""
@@ -173,13 +182,13 @@ class Journal:
         """Whether nothing is done yet."""
         return not self._done and not self._made
 
-    def _append(self, record: dict[str, str | int | None]) -> None:
+    def _append(self, *records: Mapping[str, str | int | None]) -> None:
         if self._fd is None:
             return
-        line = json.dumps(record).encode("ascii") + b"\n"
+        lines = "".join(f"{json.dumps(record)}\n" for record in records).encode("ascii")
         with _translated():
             # One write, so that lines of several threads or a crash never mix.
-            if os.write(self._fd, line) < len(line):
+            if os.write(self._fd, lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -210,7 +219,7 @@ def _add_range(ranges: list[tuple[int, int]], start: int, end: int) -> None:
     ranges[first:last] = [(start, end)]
 
 
-def merged_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Sort ranges and join those that touch, so that few records say the same as many."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
