@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 # Fixtures that other tests may ask for.
-pytest_plugins = ["tests.support.criu"]
+pytest_plugins = ["tests.support.criu", "tests.support.s3"]
 
 MARKERS = ["fuse: needs /dev/fuse and the privilege to mount"]
 SEED_BITS = 32
@@ -98,16 +98,17 @@ def pytest_make_collect_report(
 # First, since xdist reads the group marks in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what uses CRIU, and keep it in one worker.
+    """Mark what uses CRIU or S3, and keep each in one worker.
 
     Two restores at once may want the same process id, and a fresh process may take the id that
-    another test's restore is about to need.
+    another test's restore is about to need. One S3 server is enough.
     """
     for item in items:
-        if "criu" in getattr(item, "fixturenames", ()):
-            item.add_marker("criu")
-        if item.get_closest_marker("criu") is not None:
-            item.add_marker(pytest.mark.xdist_group("criu"))
+        for name in ("criu", "s3"):
+            if name in getattr(item, "fixturenames", ()):
+                item.add_marker(name)
+            if item.get_closest_marker(name) is not None:
+                item.add_marker(pytest.mark.xdist_group(name))
 
 
 # -- fixtures for all -----------------------------------------------------------------------------

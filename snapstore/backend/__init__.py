@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from snapstore.backend.memory import MemoryBackend
 from snapstore.backend.posix import PosixBackend
+from snapstore.clock import SystemClock
 from snapstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,10 +18,11 @@ __all__ = ["open_backend"]
 
 
 def open_backend(url: str, *, create: bool = False, readonly: bool = False) -> Backend:
-    """Open the storage at `file:///absolute/path`, a plain path, or `memory://name`.
+    """Open the storage at `file:///absolute/path`, a plain path, `s3://bucket/prefix`, `memory://name`.
 
-    With `create` the place is made if it is missing (idempotent). Readers of a store should ask
-    for `readonly`, although no backend writes anything before it is told to.
+    With `create` the place is made if it is missing (idempotent); a bucket must exist, and is tried
+    out. Readers of a store should ask for `readonly`, although no backend writes anything before it
+    is told to.
 
     Raises:
         UsageError: The URL has another scheme or cannot be meant.
@@ -33,10 +35,27 @@ def open_backend(url: str, *, create: bool = False, readonly: bool = False) -> B
         if not rest:
             raise UsageError("a store in memory needs a name", next_step="write memory://NAME")
         return MemoryBackend.named(rest, create=create, readonly=readonly)
+    if scheme == "s3" and separator:
+        return _open_s3(url, create=create, readonly=readonly)
     root = _path_of(url)
     if create:
         return PosixBackend.create(root)
     return PosixBackend(root, readonly=readonly)
+
+
+def _open_s3(url: str, *, create: bool, readonly: bool) -> Backend:
+    # Loading boto3 takes as long as all the rest, and most commands do without.
+    from snapstore.backend.s3 import S3Backend
+    from snapstore.backend.s3_location import S3Location
+
+    backend = S3Backend(S3Location.parse(url), SystemClock(), readonly=readonly)
+    if create:
+        try:
+            backend.probe()
+        except BaseException:
+            backend.close()
+            raise
+    return backend
 
 
 def _path_of(url: str) -> Path:
@@ -46,7 +65,8 @@ def _path_of(url: str) -> Path:
     scheme, separator, _ = path.partition("://")
     if separator and "/" not in scheme and path is url:
         raise UsageError(
-            f"no storage of scheme {scheme[:40]!r} is known", next_step="use file:// or memory://"
+            f"no storage of scheme {scheme[:40]!r} is known",
+            next_step="use file://, s3:// or memory://",
         )
     if path is not url:
         return Path(path)

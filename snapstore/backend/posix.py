@@ -119,6 +119,11 @@ class PosixBackend:
         return cls(root, clock=clock, files=files)
 
     @property
+    def root(self) -> str:
+        """The directory."""
+        return self._tree.root
+
+    @property
     def capabilities(self) -> Capabilities:
         """See `Backend.capabilities`."""
         return self._capabilities

@@ -13,6 +13,7 @@ from snapstore.cli.ls import ls
 from snapstore.cli.pull import pull
 from snapstore.cli.push import push
 from snapstore.cli.show import show
+from snapstore.cli.validate import validate_backend
 from snapstore.version import VERSION
 
 __all__ = ["app", "run"]
@@ -31,7 +32,7 @@ app = typer.Typer(
     "5 store unreachable or access denied, 6 conflict or lease lost, 7 refused, 8 no space, "
     "130 interrupted.",
 )
-for _command in (init, push, pull, ls, show):
+for _command in (init, push, pull, ls, show, validate_backend):
     app.command()(_command)
 
 

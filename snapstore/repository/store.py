@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from snapstore.backend import open_backend
 from snapstore.backend.base import Backend, ObjectKind
-from snapstore.backend.retry import RetryingBackend
+from snapstore.backend.retry import RetryingBackend, RetryPolicy
 from snapstore.clock import Clock, SystemClock, format_utc
 from snapstore.errors import (
     FormatError,
@@ -281,8 +281,11 @@ def open_store(
 
 
 def _patient(backend: Backend, clock: Clock) -> Backend:
-    """Try again what the storage says may succeed later."""
-    return RetryingBackend(backend, rng=random.Random(), clock=clock)  # noqa: S311 - only jitter
+    """Try again what the storage says may succeed later; a busy service for two minutes."""
+    is_service = backend.capabilities.url.startswith("s3:")
+    policy = RetryPolicy(attempts_max=15, total_s_max=120.0) if is_service else RetryPolicy()
+    rng = random.Random()  # noqa: S311 - only jitter
+    return RetryingBackend(backend, rng=rng, clock=clock, policy=policy)
 
 
 def _read_config(backend: Backend) -> StoreConfig:

@@ -14,6 +14,8 @@ from snapstore.backend.files import FileCalls, OsFileCalls
 from snapstore.backend.memory import MemoryBackend, MemoryObjects
 from snapstore.backend.posix import PosixBackend
 from snapstore.backend.retry import RetryingBackend
+from snapstore.backend.s3 import S3Backend
+from snapstore.backend.s3_location import S3Location
 from snapstore.backend.trace import TracingBackend
 from snapstore.clock import SystemClock
 from snapstore.testing.clock import ManualClock
@@ -73,6 +75,15 @@ def wrapped_subject() -> Subject:
     return Subject(open=open_wrapped, open_readonly=inner.open_readonly)
 
 
+def s3_subject(url: str) -> Subject:
+    location = S3Location.parse(url)
+    return Subject(
+        open=lambda: S3Backend(location, SystemClock()),
+        open_readonly=lambda: S3Backend(location, SystemClock(), readonly=True),
+        url=url,
+    )
+
+
 # What each subject has for the checks that need more than the port.
 NEEDS = {
     "memory": {"nothing", "readonly"},
@@ -80,6 +91,7 @@ NEEDS = {
     "posix": {"nothing", "readonly", "url", "files"},
     "tmpfs": {"nothing", "readonly", "url", "files"},
     "nfs": {"nothing", "readonly", "files"},
+    "s3": {"nothing", "readonly", "url"},
 }
 
 
@@ -94,6 +106,9 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
             yield posix_subject(tmp_path / "a store")
         case "nfs":
             yield nfs_subject()
+        case "s3":
+            server = request.getfixturevalue("s3")
+            yield s3_subject(server.url(request.getfixturevalue("s3_bucket"), "a/store"))
         case _:
             if not SHARED_MEMORY.is_dir():
                 pytest.skip(f"no {SHARED_MEMORY}")
@@ -105,9 +120,11 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
 def cases() -> Iterator[object]:
     for name, needs in NEEDS.items():
         for check in CHECKS:
-            slow = [pytest.mark.slow] if check.need == "url" else []
+            marks = [pytest.mark.slow] if check.need == "url" else []
+            if name == "s3":
+                marks.append(pytest.mark.s3)
             if check.need in needs:
-                yield pytest.param(name, check, id=f"{name}-{check.name}", marks=slow)
+                yield pytest.param(name, check, id=f"{name}-{check.name}", marks=marks)
 
 
 @pytest.mark.parametrize(("subject", "check"), [*cases()], indirect=["subject"])
