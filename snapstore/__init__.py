@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from snapstore.ids import RankId, RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
     from snapstore.options import Compression, Integrity, StoreOptions
     from snapstore.progress import Progress, ProgressCallback
+    from snapstore.repository.diff import DiffBytes, SnapshotDiff, StreamDiff
     from snapstore.repository.pull import PullResult
     from snapstore.repository.push import PushResult
-    from snapstore.repository.refs import ResolvedRef
+    from snapstore.repository.refs import NameGeneration, ResolvedRef
+    from snapstore.repository.removal import Freed, RemovedName, RemoveResult
     from snapstore.repository.snapshot import Snapshot
+    from snapstore.repository.stats import NamespaceStats, ObjectTotals, StoreStats
     from snapstore.repository.store import Store, init_store, open_store
     from snapstore.repository.summary import SnapshotSummary
     from snapstore.version import VERSION
@@ -28,21 +31,31 @@ if TYPE_CHECKING:
 __all__ = [
     "VERSION",
     "Compression",
+    "DiffBytes",
+    "Freed",
     "Integrity",
+    "NameGeneration",
+    "NamespaceStats",
+    "ObjectTotals",
     "Progress",
     "ProgressCallback",
     "PullResult",
     "PushResult",
     "RankId",
     "RefName",
+    "RemoveResult",
+    "RemovedName",
     "ResolvedRef",
     "SnapError",
     "Snapshot",
+    "SnapshotDiff",
     "SnapshotId",
     "SnapshotRef",
     "SnapshotSummary",
     "Store",
     "StoreOptions",
+    "StoreStats",
+    "StreamDiff",
     "init_store",
     "open_store",
     "parse_snapshot_ref",
@@ -62,10 +75,20 @@ _HOMES = {
     "StoreOptions": "snapstore.options",
     "Progress": "snapstore.progress",
     "ProgressCallback": "snapstore.progress",
+    "DiffBytes": "snapstore.repository.diff",
+    "SnapshotDiff": "snapstore.repository.diff",
+    "StreamDiff": "snapstore.repository.diff",
     "PullResult": "snapstore.repository.pull",
     "PushResult": "snapstore.repository.push",
     "ResolvedRef": "snapstore.repository.refs",
+    "NameGeneration": "snapstore.repository.refs",
+    "Freed": "snapstore.repository.removal",
+    "RemoveResult": "snapstore.repository.removal",
+    "RemovedName": "snapstore.repository.removal",
     "Snapshot": "snapstore.repository.snapshot",
+    "NamespaceStats": "snapstore.repository.stats",
+    "ObjectTotals": "snapstore.repository.stats",
+    "StoreStats": "snapstore.repository.stats",
     "Store": "snapstore.repository.store",
     "init_store": "snapstore.repository.store",
     "open_store": "snapstore.repository.store",

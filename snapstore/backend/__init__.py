@@ -13,11 +13,14 @@ from snapstore.errors import UsageError
 
 if TYPE_CHECKING:
     from snapstore.backend.base import Backend
+    from snapstore.clock import Clock
 
 __all__ = ["open_backend"]
 
 
-def open_backend(url: str, *, create: bool = False, readonly: bool = False) -> Backend:
+def open_backend(
+    url: str, *, create: bool = False, readonly: bool = False, clock: Clock | None = None
+) -> Backend:
     """Open the storage at `file:///absolute/path`, a plain path, `s3://bucket/prefix`, `memory://name`.
 
     With `create` the place is made if it is missing (idempotent); a bucket must exist, and is tried
@@ -35,20 +38,21 @@ def open_backend(url: str, *, create: bool = False, readonly: bool = False) -> B
         if not rest:
             raise UsageError("a store in memory needs a name", next_step="write memory://NAME")
         return MemoryBackend.named(rest, create=create, readonly=readonly)
+    clock = clock or SystemClock()
     if scheme == "s3" and separator:
-        return _open_s3(url, create=create, readonly=readonly)
+        return _open_s3(url, clock, create=create, readonly=readonly)
     root = _path_of(url)
     if create:
-        return PosixBackend.create(root)
-    return PosixBackend(root, readonly=readonly)
+        return PosixBackend.create(root, clock=clock)
+    return PosixBackend(root, readonly=readonly, clock=clock)
 
 
-def _open_s3(url: str, *, create: bool, readonly: bool) -> Backend:
+def _open_s3(url: str, clock: Clock, *, create: bool, readonly: bool) -> Backend:
     # Loading boto3 takes as long as all the rest, and most commands do without.
     from snapstore.backend.s3 import S3Backend
     from snapstore.backend.s3_location import S3Location
 
-    backend = S3Backend(S3Location.parse(url), SystemClock(), readonly=readonly)
+    backend = S3Backend(S3Location.parse(url), clock, readonly=readonly)
     if create:
         try:
             backend.probe()

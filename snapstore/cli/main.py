@@ -8,11 +8,15 @@ from typing import Annotated
 
 import typer
 
+from snapstore.cli.diff import diff
 from snapstore.cli.init import init
 from snapstore.cli.ls import ls
 from snapstore.cli.pull import pull
 from snapstore.cli.push import push
+from snapstore.cli.rm import rm
 from snapstore.cli.show import show
+from snapstore.cli.stats import stats
+from snapstore.cli.tag import tag
 from snapstore.cli.validate import validate_backend
 from snapstore.version import VERSION
 
@@ -32,8 +36,9 @@ app = typer.Typer(
     "5 store unreachable or access denied, 6 conflict or lease lost, 7 refused, 8 no space, "
     "130 interrupted.",
 )
-for _command in (init, push, pull, ls, show, validate_backend):
+for _command in (init, push, pull, ls, show, diff, stats, rm, validate_backend):
     app.command()(_command)
+app.add_typer(tag)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with one positional

@@ -28,6 +28,7 @@ __all__ = [
     "append_generation",
     "generation_numbers",
     "head_number",
+    "read_generation",
     "read_head",
     "read_history",
 ]
@@ -64,13 +65,29 @@ def generation_numbers(backend: Backend, kind: ObjectKind, chain: str) -> list[i
 def read_head(backend: Backend, kind: ObjectKind, chain: str) -> Generation | None:
     """Read the newest generation, or None if nobody ever wrote one."""
     number = head_number(backend, kind, chain)
-    return _read(backend, kind, chain, number) if number else None
+    return read_generation(backend, kind, chain, number) if number else None
+
+
+def read_generation(
+    backend: Backend, kind: ObjectKind, chain: str, number: int
+) -> Generation | None:
+    """Read one generation, or None if it is not there.
+
+    Raises:
+        LimitExceeded: It is longer than any can be.
+    """
+    name = f"{chain}/{number:08d}"
+    try:
+        body = read_object(backend, kind, name, limit_bytes=limits.REF_BYTES_MAX)
+        return Generation(number, bytes(body))
+    except ObjectNotFound:
+        return None
 
 
 def read_history(backend: Backend, kind: ObjectKind, chain: str) -> list[Generation]:
     """Read all generations that are still there, oldest first."""
     numbers = reversed(generation_numbers(backend, kind, chain))
-    found = (_read(backend, kind, chain, number) for number in numbers)
+    found = (read_generation(backend, kind, chain, number) for number in numbers)
     return [generation for generation in found if generation is not None]
 
 
@@ -117,12 +134,3 @@ def _exists(backend: Backend, kind: ObjectKind, name: str) -> bool:
     except ObjectNotFound:
         return False
     return True
-
-
-def _read(backend: Backend, kind: ObjectKind, chain: str, number: int) -> Generation | None:
-    name = f"{chain}/{number:08d}"
-    try:
-        body = read_object(backend, kind, name, limit_bytes=limits.REF_BYTES_MAX)
-        return Generation(number, bytes(body))
-    except ObjectNotFound:
-        return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import mmap
 import os
 import tempfile
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from snapstore.clock import Clock, format_utc
-from snapstore.errors import BackendError, OutOfSpace
 from snapstore.format import rank as rank_format
 from snapstore.repository.layouts import (
     ZERO_FRAME,
@@ -26,10 +24,11 @@ from snapstore.repository.layouts import (
     join_segments,
     stream_rows,
 )
+from snapstore.repository.spool import temporary_file_errors
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from snapstore.format.envelope import Built
     from snapstore.format.tables import Rows
@@ -101,12 +100,12 @@ class RankBuilder:
         if stream.zeros and len(data) and not data[0]:
             # Zeros are one extent however the windows lie: a hole is one, what was written is not.
             extents["length"][0] += stream.zeros
-            with _translated():
+            with temporary_file_errors():
                 self._spool.seek(-extents.itemsize, os.SEEK_CUR)
             stream.extents -= 1
         if len(data):
             stream.zeros = 0 if data[-1] else int(extents["length"][-1])
-        with _translated():
+        with temporary_file_errors():
             self._spool.write(extents.tobytes())
         stream.extents += len(extents)
         stream.length += int(pieces.lengths.sum())
@@ -147,24 +146,12 @@ class RankBuilder:
         if count == 0:
             return np.zeros(0, rank_format.EXTENT_DTYPE)
         if count * row_bytes > _SPOOL_BYTES:
-            with _translated():
+            with temporary_file_errors():
                 self._spool.flush()
             mapped = mmap.mmap(self._spool.fileno(), count * row_bytes, prot=mmap.PROT_READ)
             return np.frombuffer(mapped, rank_format.EXTENT_DTYPE)
         self._spool.seek(0)
         return np.frombuffer(self._spool.read(), rank_format.EXTENT_DTYPE)
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        raise (OutOfSpace if is_full else BackendError)(
-            f"cannot write a temporary file in {tempfile.gettempdir()!r}: {error.strerror}",
-            next_step="make room there, or let TMPDIR name another directory",
-        ) from error
 
 
 def _joined(parts: list[SegmentTable]) -> SegmentTable:

@@ -39,8 +39,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from snapstore.format.rank import RankNumber
+    from snapstore.repository.diff import SnapshotDiff
     from snapstore.repository.pull import PullResult
     from snapstore.repository.push import PushResult
+    from snapstore.repository.refs import NameGeneration
+    from snapstore.repository.removal import RemoveResult
+    from snapstore.repository.stats import StoreStats
     from snapstore.repository.summary import SnapshotSummary
 
 __all__ = ["Store", "init_store", "open_store"]
@@ -102,7 +106,7 @@ class Store:
         self._refuse_overlap(Path(directory))
         request = PushRequest(
             directory=Path(directory),
-            name=_ref_name(name),
+            name=_ref_name(name, doing="push to"),
             labels=labels or {},
             rank_glob=rank_glob,
             class_overrides=class_overrides,
@@ -197,6 +201,108 @@ class Store:
 
         return summarise(self.snapshot(name))
 
+    def diff(self, a: SnapshotRef | RefName | str, b: SnapshotRef | RefName | str) -> SnapshotDiff:
+        """Tell what two snapshots share, what `b` costs on top of `a`, and what it alone holds.
+
+        Raises:
+            LookupFailed: There is no such snapshot.
+            IntegrityError: One of them is damaged.
+        """
+        from snapstore.repository.diff import compare
+
+        return compare(
+            self.snapshot(a), self.snapshot(b), self._clock, memory_bytes=self._options.memory_bytes
+        )
+
+    def stats(self, prefix: str = "", *, depth: int = 1) -> StoreStats:
+        """Count what the store holds, all together and by namespace.
+
+        What is damaged is passed over and told in the result.
+
+        Args:
+            prefix: Count only names that start so.
+            depth: How many components of a name make its namespace.
+
+        Raises:
+            UsageError: `depth` is not positive.
+        """
+        from snapstore.repository.stats import measure_store
+
+        return measure_store(
+            self._backend,
+            self._clock,
+            prefix=prefix,
+            depth=depth,
+            memory_bytes=self._options.memory_bytes,
+        )
+
+    def tag(self, source: SnapshotRef | RefName | str, name: RefName | str) -> ResolvedRef:
+        """Let `name` point to the snapshot `source`. Writes nothing if it does so already.
+
+        Raises:
+            LookupFailed: There is no such snapshot.
+            IntegrityError: Something that it needs is damaged or gone.
+            ConcurrencyError: It is being removed, or others moved the name again and again.
+            AccessDenied: The store cannot be written.
+        """
+        from snapstore.repository.tags import tag_snapshot
+
+        wanted = _ref_name(name, doing="move")
+        return tag_snapshot(self._backend, self._clock, self.snapshot(source), wanted)
+
+    def history(self, name: RefName | str) -> tuple[NameGeneration, ...]:
+        """Tell what a name has pointed to, the newest first, deletions included.
+
+        Raises:
+            RefNotFound: Nothing ever had this name.
+        """
+        from snapstore.repository.tags import name_history
+
+        return name_history(self._backend, _ref_name(name, doing="tell the history of"))
+
+    def rollback(self, name: RefName | str, *, to: int | None = None) -> ResolvedRef:
+        """Let a name, deleted or not, point again to what an earlier generation pointed to.
+
+        Args:
+            name: Which name.
+            to: The generation; by default the newest before the current with another snapshot.
+
+        Raises:
+            RefNotFound: There is no such name or generation.
+            UsageError: The generation has no snapshot.
+            IntegrityError: Something that its snapshot needs is damaged or gone.
+            ConcurrencyError: It is being removed, or somebody moved the name meanwhile.
+            AccessDenied: The store cannot be written.
+        """
+        from snapstore.repository.tags import roll_back
+
+        return roll_back(self._backend, self._clock, _ref_name(name, doing="roll back"), to=to)
+
+    def remove(self, *names: RefName | str, dry_run: bool = False) -> RemoveResult:
+        """Delete names: all of them or, if one is missing, none.
+
+        A name's history stays, and `rollback` brings it back while its data are there. The result
+        says what nothing else needs; those bytes come back when packs are removed.
+
+        Args:
+            names: Which names.
+            dry_run: Only tell.
+
+        Raises:
+            RefNotFound: A name points to nothing.
+            RefConflict: Somebody moved a name meanwhile; it was left as it is.
+            AccessDenied: The store cannot be written.
+        """
+        from snapstore.repository.removal import remove_names
+
+        return remove_names(
+            self._backend,
+            self._clock,
+            [_ref_name(name, doing="remove") for name in names],
+            dry_run=dry_run,
+            memory_bytes=self._options.memory_bytes,
+        )
+
     def _refuse_overlap(self, directory: Path) -> None:
         """Refuse a tree that contains the store, or that the store contains."""
         if not self.url.startswith("file:"):
@@ -235,7 +341,7 @@ def init_store(
         BackendError: The storage cannot be written.
     """
     clock = clock or SystemClock()
-    backend = _patient(open_backend(url, create=True), clock)
+    backend = _patient(open_backend(url, create=True, clock=clock), clock)
     try:
         try:
             config = _read_config(backend)
@@ -271,7 +377,7 @@ def open_store(
         UnsupportedVersion: It is of a newer format.
     """
     clock = clock or SystemClock()
-    backend = _patient(open_backend(url, readonly=readonly), clock)
+    backend = _patient(open_backend(url, readonly=readonly, clock=clock), clock)
     try:
         config = _read_config(backend)
     except BaseException:
@@ -299,13 +405,13 @@ def _read_config(backend: Backend) -> StoreConfig:
     return decode_config(data)
 
 
-def _ref_name(name: RefName | str) -> RefName:
+def _ref_name(name: RefName | str, *, doing: str) -> RefName:
     if isinstance(name, RefName):
         return name
     parsed = parse_snapshot_ref(name)
     if parsed.snapshot is not None:
         raise UsageError(
-            f"cannot push to one exact snapshot: {name[:120]!r}",
+            f"cannot {doing} one exact snapshot: {name[:120]!r}",
             next_step="give a name, or a name and a tag",
         )
     return parsed.ref

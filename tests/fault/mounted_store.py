@@ -123,6 +123,12 @@ def readonly(folder: Path) -> None:
         (("pull", lab.name, str(folder / "by-program")), 0),
         (("ls",), 0),
         (("show", lab.name), 0),
+        (("diff", lab.name, "other"), 0),
+        (("stats",), 0),
+        (("tag", "history", lab.name), 0),
+        (("tag", lab.name, "more"), 5),
+        (("rm", lab.name, "--dry-run"), 0),
+        (("rm", lab.name), 5),
         (("init",), 0),
     ):
         result = run_program(*arguments, "--store", lab.root)

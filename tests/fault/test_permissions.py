@@ -57,8 +57,16 @@ def test_a_reader_without_write_access(shared: tuple[Lab, Path]) -> None:
         store.pull(lab.name, folder / "out")
         assert [str(found.name) for found in store.list()] == [lab.name]
         assert store.show(lab.name).ranks
+        assert store.stats().total.names == 1
+        assert store.diff(lab.name, lab.name).total.new_bytes == 0
+        assert len(store.history(lab.name)) == 1
+        assert store.remove(lab.name, dry_run=True).dry_run
         with denied("LEASE"):
             store.push(lab.tree, lab.name)
+        with denied("LEASE"):
+            store.tag(lab.name, "other")
+        with denied("REF"):
+            store.remove(lab.name)
     assert content(folder / "out") == content(lab.tree)
     assert sorted(lab.root.rglob("*")) == before
     check_store(lab.root)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def test_help_names_all_commands_and_exit_codes() -> None:
     ended = run("-h")
     assert ended.code == 0
-    for command in ("init", "push", "pull", "ls", "show"):
+    for command in ("init", "push", "pull", "ls", "show", "diff", "stats", "tag", "rm"):
         assert f"\n  {command} " in ended.out
     assert "130 interrupted" in " ".join(ended.out.split())
 
@@ -33,7 +33,9 @@ def test_no_command_is_help() -> None:
     assert "Usage: snapstore" in ended.out + ended.err
 
 
-@pytest.mark.parametrize("command", ["push", "pull", "ls", "show", "init"])
+@pytest.mark.parametrize(
+    "command", ["push", "pull", "ls", "show", "init", "diff", "stats", "tag", "rm"]
+)
 def test_quiet_says_nothing_on_stderr(command: str, shop: Shop, tmp_path: Path) -> None:
     """Goal: with --quiet a command that succeeds prints its result and nothing else."""
     arguments: dict[str, list[str | Path]] = {
@@ -42,6 +44,10 @@ def test_quiet_says_nothing_on_stderr(command: str, shop: Shop, tmp_path: Path) 
         "ls": ["ls"],
         "show": ["show", "team/model:v1"],
         "init": ["init"],
+        "diff": ["diff", "team/model:v1", "team/model:v1"],
+        "stats": ["stats"],
+        "tag": ["tag", "history", "team/model:v1"],
+        "rm": ["rm", "team/model:v1", "--dry-run"],
     }
     store = shop.store
     if command in {"push", "init"}:

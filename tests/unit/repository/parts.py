@@ -1,16 +1,23 @@
 """Small real stores in memory for the tests of this folder."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from typing_extensions import override
 
-from snapstore.backend.base import ObjectInfo, ObjectKind
+from snapstore.backend.base import Backend, ObjectInfo, ObjectKind
 from snapstore.backend.memory import MemoryBackend, MemoryObjects
+from snapstore.clock import format_utc
 from snapstore.format import index as index_format
+from snapstore.format.config import StoreConfig
+from snapstore.format.mark import Mark, MarkState, encode_mark
 from snapstore.format.tables import U64, id_words
 from snapstore.ids import Digest
+from snapstore.options import StoreOptions
+from snapstore.repository.chains import append_generation, head_number
+from snapstore.repository.store import Store
 from snapstore.testing.clock import ManualClock
 
 __all__ = [
@@ -18,9 +25,15 @@ __all__ = [
     "add_index",
     "chunk_id",
     "memory_stores",
+    "names_of",
+    "open_on",
     "pack_name",
     "words_of",
+    "write_files",
+    "write_mark",
 ]
+
+CONFIG = StoreConfig(created="2026-11-30T05:00:00Z", store_id="0" * 32)
 
 _numbers = itertools.count()
 
@@ -29,6 +42,37 @@ def memory_stores() -> Iterator[str]:
     """URLs of stores in memory that nobody else uses."""
     for number in _numbers:
         yield f"memory://unit-{number}"
+
+
+def open_on(backend: Backend, clock: ManualClock) -> Store:
+    """Open a store on a backend that the test holds."""
+    return Store(backend, CONFIG, StoreOptions(threads=2), clock)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """Make a tree that has just these files; what it had before is gone."""
+    for path in sorted(folder.rglob("*"), reverse=True) if folder.exists() else []:
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def names_of(backend: Backend, kind: ObjectKind) -> set[str]:
+    """Names of all objects of a kind."""
+    return {info.name for info in backend.list(kind)}
+
+
+def write_mark(
+    backend: Backend, clock: ManualClock, kind: ObjectKind, name: str, state: MarkState
+) -> None:
+    """Write the next generation of a mark, as a pruner does."""
+    chain = f"{kind.value}/{name}"
+    mark = Mark(created=format_utc(clock.now_ns()), nonce="f" * 32, state=state)
+    newest = head_number(backend, ObjectKind.MARK, chain)
+    append_generation(backend, ObjectKind.MARK, chain, encode_mark(mark), after=newest)
 
 
 class ForgetfulBackend(MemoryBackend):

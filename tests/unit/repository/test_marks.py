@@ -11,33 +11,22 @@ from snapstore.backend.base import ObjectKind
 from snapstore.backend.memory import MemoryBackend
 from snapstore.clock import format_utc
 from snapstore.errors import LeaseLost, RefNotFound
-from snapstore.format.config import StoreConfig
 from snapstore.format.mark import Mark, MarkState, encode_mark, may_follow
-from snapstore.repository.chains import append_generation, head_number, read_history
+from snapstore.repository.chains import append_generation, read_history
 from snapstore.repository.leases import deleting_names, revive
 from snapstore.repository.store import Store
 from snapstore.testing.clock import ManualClock
 from snapstore.units import BytesLike
 from tests.support.samples import random_bytes
 from tests.support.schemas import check_document, check_store
+from tests.unit.repository.parts import CONFIG, write_mark
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
-CONFIG = StoreConfig(created="2026-11-30T05:00:00Z", store_id="0" * 32)
 
 
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
-
-
-def write_mark(
-    backend: MemoryBackend, clock: ManualClock, kind: ObjectKind, name: str, state: MarkState
-) -> None:
-    """Write the next generation of a mark, as a pruner does."""
-    chain = f"{kind.value}/{name}"
-    mark = Mark(created=format_utc(clock.now_ns()), nonce="f" * 32, state=state)
-    newest = head_number(backend, ObjectKind.MARK, chain)
-    append_generation(backend, ObjectKind.MARK, chain, encode_mark(mark), after=newest)
 
 
 def states(backend: MemoryBackend, kind: ObjectKind, name: str) -> list[str]:
