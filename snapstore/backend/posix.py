@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PosixBackend"]
 
-READERS_IN_PARALLEL = 16
+READERS_IN_PARALLEL = 4
 READ_BYTES_BEST = 4 * MIB
 OFFSET_MAX = (1 << 63) - 1
 

@@ -56,7 +56,7 @@ __all__ = ["S3Backend"]
 
 SINGLE_PUT_BYTES_MAX = 256 * MIB
 PART_BYTES = 128 * MIB
-READERS_IN_PARALLEL = 16
+READERS_IN_PARALLEL = 8
 READ_BYTES_BEST = 8 * MIB
 
 _URL_VALID_S = 3600
@@ -421,7 +421,7 @@ def _connect(location: S3Location, timeouts: Timeouts) -> tuple[Any, ssl.SSLCont
         signature_version="s3v4",
         connect_timeout=timeouts.connect_s,
         read_timeout=timeouts.silence_s,
-        max_pool_connections=READERS_IN_PARALLEL,
+        max_pool_connections=2 * READERS_IN_PARALLEL,
         # Trying again is the business of the wrapper, which knows what may be repeated.
         retries={"total_max_attempts": 1},
         s3={"addressing_style": addressing},

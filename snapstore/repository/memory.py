@@ -45,7 +45,8 @@ class MemoryPlan:
 
     Attributes:
         threads: Workers that read, cut, hash and encode; no more than the budget has room for.
-        readers: Reads in flight; likewise.
+        readers: Reads in flight where the storage answers at once.
+        readers_max: Reads in flight that the budget has room for.
         window_buffers: Windows in the pipeline.
         pack_bytes: At what size a pack is closed.
         packs_in_flight: Packs that are filled or written at once.
@@ -55,6 +56,7 @@ class MemoryPlan:
 
     threads: int
     readers: int
+    readers_max: int
     window_buffers: int
     pack_bytes: int
     packs_in_flight: int
@@ -80,12 +82,11 @@ class MemoryPlan:
         windows = (left - catalog_bytes) // per_window
         # A reader holds stored bytes, a decoded frame and the planes of one.
         per_reader = READ_BYTES + 2 * limits.FRAME_PLAIN_BYTES_MAX + 2 * MIB
+        readers_max = (budget - _INTERPRETER_BYTES) // per_reader
         return cls(
             threads=threads,
-            readers=min(
-                options.threads_effective + _READERS_AHEAD,
-                (budget - _INTERPRETER_BYTES) // per_reader,
-            ),
+            readers=min(options.threads_effective + _READERS_AHEAD, readers_max),
+            readers_max=readers_max,
             window_buffers=min(windows, threads + _WINDOWS_AHEAD),
             pack_bytes=pack_bytes,
             packs_in_flight=packs_in_flight,

@@ -80,6 +80,7 @@ def pull_snapshot(
     for rank in ranks:
         assert rank.meta.rank == rank.number, rank.number  # and refused by then if it is not
     memory = MemoryPlan.of(options)
+    wanted = snapshot.backend.capabilities.readers_in_parallel
     plan = plan_reads([rank.layout for rank in ranks], read_bytes_max=memory.read_bytes)
     verifiers = _verifiers(ranks) if options.integrity is Integrity.STRONG else []
     trees = [rank.tree for rank in ranks]
@@ -111,7 +112,7 @@ def pull_snapshot(
                     snapshot.backend,
                     plan,
                     sink.place,
-                    threads=memory.readers,
+                    threads=min(max(memory.readers, wanted), memory.readers_max),
                     read_bytes_max=memory.read_bytes,
                     verifiers=verifiers,
                     skip=resume.is_done,

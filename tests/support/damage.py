@@ -207,7 +207,7 @@ class Lab:
             store.push(lab.tree, lab.name)
         return lab
 
-    def open(self, **changes: Any) -> Store:  # noqa: ANN401 - options of any type
+    def open(self, **changes: Any) -> Store:
         """Open the store; changes are of its options."""
         return open_store(str(self.root), dataclasses.replace(self.options, **changes))
 

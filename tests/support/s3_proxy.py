@@ -8,10 +8,11 @@ import contextlib
 import dataclasses
 import http.client
 import http.server
+import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 Trouble = Literal[
     "refused",  # the connection is closed before the request reaches the server
@@ -98,8 +99,24 @@ class Proxy:
 
 
 class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
-    daemon_threads = True
-    block_on_close = False
+    daemon_threads = False
+    block_on_close = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._connections: list[socket.socket] = []
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Remember the connection, so that closing need not wait until its client gives it up."""
+        self._connections.append(request)
+        super().process_request(request, client_address)
+
+    def server_close(self) -> None:
+        """End all connections, and wait for their handlers."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Clients that go away are nothing to report."""

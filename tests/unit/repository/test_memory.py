@@ -52,7 +52,7 @@ def test_push_and_pull_stay_within_the_budget(
     push = packs + windows + plan.catalog_bytes + plan.threads * working
     assert memory._INTERPRETER_BYTES + push <= budget
     stored = max(plan.read_bytes, limits.FRAME_STORED_BYTES_MAX)
-    pull = plan.readers * (stored + 2 * limits.FRAME_PLAIN_BYTES_MAX)
+    pull = plan.readers_max * (stored + 2 * limits.FRAME_PLAIN_BYTES_MAX)
     assert memory._INTERPRETER_BYTES + pull <= budget
 
 
@@ -61,7 +61,7 @@ def test_push_and_pull_stay_within_the_budget(
 def test_there_is_always_enough_to_go_on(budget: int, threads: int, effort: Compression) -> None:
     plan = plan_of(budget, threads, effort)
     assert 1 <= plan.threads <= threads
-    assert 1 <= plan.readers <= threads + 1
+    assert 1 <= plan.readers <= min(threads + 1, plan.readers_max)
     # One window is cut while another is read.
     assert plan.window_buffers >= 2
     assert plan.packs_in_flight >= 2
