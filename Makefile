@@ -7,13 +7,16 @@ ARGS ?=
 SNAPSTORE_REQUIRE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean setup criu
+.PHONY: help demo demo-s3 test lint bench clean setup criu
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: setup criu  ## snapshot a living process, delete it, bring it back (needs root or sudo)
 	@$(PYTHON) -m tools.demo
+
+demo-s3: setup criu  ## the same with the store in a bucket of a local S3 server
+	@$(PYTHON) -m tools.demo --s3
 
 test: setup criu lint  ## everything that has to pass before a commit
 	@$(PYTHON) -m pytest --numprocesses auto --dist loadgroup \

@@ -1,7 +1,8 @@
 """Show what snapstore is for: a living process into a store, its dumps deleted, and back to life.
 
-Run it with `make demo`. Everything it makes lies in one temporary folder, which is removed at the
-end together with the process, also after a failure or Ctrl-C.
+Run it with `make demo`, or `make demo-s3` for a store in a bucket. Everything it makes lies in one
+temporary folder, which is removed at the end together with the process, also after a failure or
+Ctrl-C.
 """
 
 # ruff: noqa: S603 - it runs snapstore, and itself under sudo, with no shell in between.
@@ -27,6 +28,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from snapstore.units import MIB, format_bytes
+from tools import seaweed
 from tools.live_process import DEFAULT_CRIU, Criu, CriuFailedError, LiveProcess, ProcessDiedError
 
 SNAPSTORE = Path(sys.executable).with_name("snapstore")
@@ -248,14 +250,32 @@ def bring_back(
         process.reap()
 
 
-def run_demo(work: Path, criu: Criu, size_mib: int) -> None:
+@contextlib.contextmanager
+def storage(steps: Steps, work: Path, *, on_s3: bool) -> Iterator[StoreCommands]:
+    """Give a place for the store: a folder, or a bucket of a server that lives as long."""
+    if not on_s3:
+        yield StoreCommands(f"file://{work}/store")
+        return
+    weed = seaweed.find_weed()
+    if weed is None:
+        raise DemoFailedError("there is no S3 server: run `make setup`, which installs SeaweedFS")
+    with contextlib.ExitStack() as running:
+        with steps.step("start an S3 server"):
+            server = running.enter_context(seaweed.running_server(work / "s3", weed))
+            os.environ.update(seaweed.environment())
+            bucket = running.enter_context(server.bucket())
+            tell(f"{seaweed.version(weed)} with an empty bucket at {server.endpoint}")
+        yield StoreCommands(server.url(bucket, "snapshots"))
+
+
+def run_demo(work: Path, criu: Criu, size_mib: int, *, on_s3: bool) -> None:
     """Run all steps in an existing folder; leave no process behind."""
     steps = Steps()
     home = work / "home"
     home.mkdir()
     dumps = (work / "dump-1", work / "dump-2")
-    store = StoreCommands(f"file://{work}/store")
     with contextlib.ExitStack() as living:
+        store = living.enter_context(storage(steps, work, on_s3=on_s3))
         with steps.step("start a process with threads, a listening socket and an open file"):
             process = living.enter_context(LiveProcess(home, size_mib=size_mib))
             tell(
@@ -303,13 +323,14 @@ def start(options: argparse.Namespace) -> None:
     criu = Criu(options.criu)
     with tempfile.TemporaryDirectory(prefix="snapstore-demo-") as folder:
         console.print(f"CRIU {criu.version()}, working in {folder}")
-        run_demo(Path(folder), criu, options.mib)
+        run_demo(Path(folder), criu, options.mib, on_s3=options.s3)
 
 
 def main() -> int:
     """Run the demo; return the exit status."""
     parser = argparse.ArgumentParser(description="A living process into a store, and back.")
     parser.add_argument("--mib", type=int, default=300, help="mebibytes of memory (default 300)")
+    parser.add_argument("--s3", action="store_true", help="keep the store in a bucket")
     parser.add_argument("--criu", type=Path, default=DEFAULT_CRIU, help="the CRIU program")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, interrupt)

@@ -7,6 +7,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.layout import TEMPORARIES
 from snapstore.errors import ObjectNotFound
 from snapstore.testing.contract_base import Session, check, collect, expect
 from snapstore.testing.contract_objects import read
@@ -128,7 +129,15 @@ def _put_and_die(session: Session, kind: ObjectKind, name: str, data: bytes, cal
             return True
         finally:
             files.disarm()
+            _sweep(files)
     return False
+
+
+def _sweep(files: KillableFiles) -> None:
+    """Remove the temporary files that a writer left when it died."""
+    for path in {call.path for call in files.calls if f"/{TEMPORARIES}/" in call.path}:
+        with contextlib.suppress(OSError):
+            files.unlink(path)
 
 
 @contextlib.contextmanager
