@@ -135,7 +135,7 @@ def _put_and_die(session: Session, kind: ObjectKind, name: str, data: bytes, cal
 
 def _sweep(files: KillableFiles) -> None:
     """Remove the temporary files that a writer left when it died."""
-    for path in {call.path for call in files.calls if f"/{TEMPORARIES}/" in call.path}:
+    for path in {call.path for call in files.calls if f"/{TEMPORARIES}/put-" in call.path}:
         with contextlib.suppress(OSError):
             files.unlink(path)
 
