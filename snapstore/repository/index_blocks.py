@@ -40,7 +40,7 @@ BLOCK_BYTES = 4 * KIB
 _GAP_BLOCKS = 8
 """Reading this much in vain takes no longer than another request, on a disk or from memory."""
 
-_RUN_BLOCKS = 256 * KIB // BLOCK_BYTES
+_RUN_BLOCKS = 1 * MIB // BLOCK_BYTES
 _RUNS_PER_TASK_MIN = 8
 
 _PIECE_BYTES = 4 * MIB
