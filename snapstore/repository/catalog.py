@@ -50,6 +50,7 @@ _ROW_BYTES = 56
 _ROWS_MIN = 4096
 _MERGE_RATIO = 4
 _SPILLED_RUNS_MAX = 8
+_SPILLED_RUNS_MERGED = 4
 
 _LISTED_ROW_BYTES = 48
 """About what a chunk takes in an index, its share of a frame's row included."""
@@ -259,12 +260,17 @@ class Catalog:
             self._merge_spilled()
 
     def _merge_spilled(self) -> None:
+        """Keep spilled runs few: merge the neighbours that are the least work."""
         if len(self._spilled) > _SPILLED_RUNS_MAX:
+            sizes = [len(run) for run in self._spilled]
+            starts = range(len(sizes) - _SPILLED_RUNS_MERGED + 1)
+            begin = min(starts, key=lambda at: sum(sizes[at : at + _SPILLED_RUNS_MERGED]))
+            some = slice(begin, begin + _SPILLED_RUNS_MERGED)
             with contextlib.suppress(OSError):
-                merged = merge_spilled(self._spilled)
-                for run in self._spilled:
+                merged = merge_spilled(self._spilled[some])
+                for run in self._spilled[some]:
                     run.close()
-                self._spilled = [merged]
+                self._spilled[some] = [merged]
 
 
 class _PresentPacks:

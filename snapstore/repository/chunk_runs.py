@@ -191,26 +191,23 @@ class SpilledRun:
         Raises:
             BackendError: The temporary file cannot be read.
         """
-        if not self._count:
+        if not self._count or not len(wanted):
             return Places.unknown(len(wanted))
         # The part before the first that begins with the same word or a greater one, and the next.
         part = np.maximum(np.searchsorted(self._guide, wanted[:, 0]) - 1, 0)
         parts = np.unique(np.concatenate((part, np.minimum(part + 1, len(self._guide) - 1))))
-        cuts = np.flatnonzero(np.diff(parts) != 1) + 1
-        found = [
-            self._read(int(some[0]) * _GUIDE_ROWS, (int(some[-1]) + 1) * _GUIDE_ROWS)
-            for some in np.split(parts, cuts)
-            if len(some)
-        ]
-        return _to_run(np.concatenate([np.zeros(0, _SPILLED_DTYPE), *found])).lookup(wanted)
+        cuts = np.flatnonzero(np.diff(parts) != 1)
+        begins = parts[np.concatenate(([0], cuts + 1))] * _GUIDE_ROWS
+        ends = (parts[np.concatenate((cuts, [len(parts) - 1]))] + 1) * _GUIDE_ROWS
+        return _to_run(self._read(begins.tolist(), ends.tolist())).lookup(wanted)
 
     def between(self, low: int, high: int) -> Run:
         """The rows whose first word is at least `low` and below `high` (which may be 2^64)."""
-        begin = max(int(np.searchsorted(self._guide, np.uint64(low))) - 1, 0)
         end = len(self._guide)
         if high < 1 << 64:
             end = int(np.searchsorted(self._guide, np.uint64(high)))
-        rows = self._read(begin * _GUIDE_ROWS, end * _GUIDE_ROWS)
+        begin = min(max(int(np.searchsorted(self._guide, np.uint64(low))) - 1, 0), end)
+        rows = self._read([begin * _GUIDE_ROWS], [end * _GUIDE_ROWS])
         first = rows["words"][:, 0]
         keep = first >= np.uint64(low)
         if high < 1 << 64:
@@ -221,11 +218,18 @@ class SpilledRun:
         """Give the file back. Idempotent."""
         self._file.close()
 
-    def _read(self, begin: int, end: int) -> Rows:
-        """Read the rows from `begin` to `end`, or to the last one."""
-        count = max(min(end, self._count) - begin, 0)
-        rows = np.empty(count, _SPILLED_DTYPE)
-        view, offset = rows.view(np.uint8).data, begin * _SPILLED_DTYPE.itemsize
+    def _read(self, begins: list[int], ends: list[int]) -> Rows:
+        """Read some ranges of rows, one after the other; the last may end beyond the end."""
+        ends[-1] = min(ends[-1], self._count)
+        rows = np.empty(sum(ends) - sum(begins), _SPILLED_DTYPE)
+        view, row_bytes = rows.view(np.uint8).data, _SPILLED_DTYPE.itemsize
+        for begin, end in zip(begins, ends, strict=True):
+            size = (end - begin) * row_bytes
+            self._fill(view[:size], begin * row_bytes)
+            view = view[size:]
+        return rows
+
+    def _fill(self, view: memoryview, offset: int) -> None:
         while view.nbytes:
             try:
                 done = os.preadv(self._file.fileno(), [view], offset)
@@ -234,7 +238,6 @@ class SpilledRun:
             if not done:
                 raise BackendError(f"a temporary file has no byte {offset} any more")
             view, offset = view[done:], offset + done
-        return rows
 
 
 def merge_spilled(runs: list[SpilledRun]) -> SpilledRun:
