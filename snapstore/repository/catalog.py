@@ -224,7 +224,13 @@ class Catalog:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(INDEX_READERS, thread_name_prefix="snapstore-index")
         blocks = open_blocks(backend, info, self._executor, self._cache)
-        index = IndexLookup(info.name, blocks, self._frames, present.usable)
+        index = IndexLookup(
+            info.name,
+            blocks,
+            self._frames,
+            present.usable,
+            fanout_bytes_max=self._rows_max * _ROW_BYTES // 8,
+        )
         self._rows_max = max(self._rows_max - index.held_bytes // _ROW_BYTES, _ROWS_MIN)
         return index
 

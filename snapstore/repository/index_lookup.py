@@ -2,7 +2,8 @@
 
 Ids are sorted, so that a batch goes through the index once from front to back: entries of `FANO`,
 then the buckets of `CHNK`, then rows of `FRAM` and `PACK` of what was found. What is held is the
-checksums of the index's blocks, a number for each frame that was found, and one part of a batch.
+checksums of the index's blocks, `FANO` if there is room for it, a number for each frame that was
+found, and one part of a batch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from snapstore.errors import LimitExceeded, Malformed
 from snapstore.format import limits
@@ -53,6 +55,7 @@ _ROWS_AT_ONCE = 1 << 18
 """Rows of `CHNK` in memory: 11 MB, and about three times that while they are searched."""
 
 _FRAMES_AT_ONCE = 1 << 14
+_FANOUT_AT_ONCE = 1 << 17
 
 _BUCKET_ROWS_MAX = 1 << 14
 """No bucket of real digests has this many: 64 are meant, and twice that is one in 10^12."""
@@ -106,14 +109,17 @@ class IndexLookup:
         blocks: BlockReader,
         frames: FrameTable,
         usable: Callable[[Rows], Mask],
+        *,
+        fanout_bytes_max: int = 0,
     ) -> None:
-        """Read the header.
+        """Read the header, and `FANO` if it is small enough.
 
         Args:
             name: Of the index.
             blocks: Reads it.
             frames: Gets the frames that hold chunks which were found.
             usable: Tells which packs may be relied on, given rows of `PACK`.
+            fanout_bytes_max: How much of memory `FANO` may take; it saves half of all reads.
 
         Raises:
             FormatError: It is no index.
@@ -129,11 +135,15 @@ class IndexLookup:
             self._shape = parse_shape(self._envelope)
         # One number a frame, 0 where nobody has asked: pages that are never written take no room.
         self._numbers = np.zeros(self._shape.frames.count, np.int32)
+        self._fanout = np.empty(0, np.uint32)
+        if self._shape.fanout.count * self._fanout.itemsize <= fanout_bytes_max:
+            with self._about():
+                self._fanout = self._load_fanout()
 
     @property
     def held_bytes(self) -> int:
         """What this may take of memory in the end."""
-        return self._blocks.held_bytes + self._numbers.nbytes
+        return self._blocks.held_bytes + self._numbers.nbytes + self._fanout.nbytes
 
     def supersedes(self) -> tuple[str, ...]:
         """Names of indexes that this one contains; none if they are too many to be worth it."""
@@ -189,15 +199,33 @@ class IndexLookup:
     def _bucket_rows(self, buckets: U64) -> tuple[Numbers, Numbers]:
         """Where each of these buckets begins and ends in `CHNK`."""
         first = buckets.astype(np.int64)
-        data = self._gather(self._shape.fanout, first, first + 2)
-        bounds = np.frombuffer(data, "<u8").reshape(len(buckets), 2)
-        begins, ends = bounds[:, 0], bounds[:, 1]
-        is_bad = (begins > ends) | (ends > self._shape.chunks.count)
-        if is_bad.any() or (begins[1:] < ends[:-1]).any():
-            raise Malformed("FANO does not ascend to the number of chunks")
+        if len(self._fanout):
+            bounds = np.stack((self._fanout[first], self._fanout[first + 1]), axis=1)
+        else:
+            data = self._gather(self._shape.fanout, first, first + 2)
+            entries = np.frombuffer(data, "<u8")
+            self._check_fanout(entries)
+            bounds = entries.reshape(len(buckets), 2).astype(np.uint32)
+        begins: Numbers = bounds[:, 0].astype(np.int64)
+        ends: Numbers = bounds[:, 1].astype(np.int64)
         if (ends - begins > _BUCKET_ROWS_MAX).any():
             raise LimitExceeded(f"a bucket has more than {_BUCKET_ROWS_MAX} chunks")
-        return begins.astype(np.int64), ends.astype(np.int64)
+        return begins, ends
+
+    def _load_fanout(self) -> npt.NDArray[np.uint32]:
+        table = self._shape.fanout
+        fanout = np.empty(table.count, np.uint32)
+        for at in range(0, table.count, _FANOUT_AT_ONCE):
+            # Together with the last entry before, which must not be greater either.
+            begin, end = max(at - 1, 0), min(at + _FANOUT_AT_ONCE, table.count)
+            some = np.frombuffer(self._gather_one(table, begin, end), "<u8")
+            self._check_fanout(some)
+            fanout[begin:end] = some
+        return fanout
+
+    def _check_fanout(self, some: U64) -> None:
+        if (some[1:] < some[:-1]).any() or (some > self._shape.chunks.count).any():
+            raise Malformed("FANO does not ascend to the number of chunks")
 
     def _number_places(self, places: Places) -> None:
         """Turn rows of `FRAM` into frame numbers, and forget chunks in packs that are not there."""
@@ -238,6 +266,11 @@ class IndexLookup:
     def _gather(self, table: TablePlace, begins: Numbers, ends: Numbers) -> bytes:
         base, size = table.offset, table.row_bytes
         return self._blocks.gather(base + begins * size, base + ends * size)
+
+    def _gather_one(self, table: TablePlace, begin: int, end: int) -> bytes:
+        return self._read(
+            table.offset + begin * table.row_bytes, table.offset + end * table.row_bytes
+        )
 
     def _read(self, begin: int, end: int) -> bytes:
         return self._blocks.gather(np.array([begin], np.int64), np.array([end], np.int64))

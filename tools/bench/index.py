@@ -50,6 +50,9 @@ GROWTH_BYTES_MAX = 100 * MB
 CHUNK_BYTES = 32 * KIB
 CHUNKS_IN_FRAME = 32
 FRAMES_IN_PACK = 64
+FANOUT_BYTES_MAX = 16 * MIB
+"""What a push allows with the default budget."""
+
 ROWS_AT_ONCE = 1 << 18
 
 EXPLANATION = """\
@@ -226,7 +229,13 @@ def look_up(options: argparse.Namespace) -> Sample:
     started = time.perf_counter()
     with ThreadPoolExecutor(INDEX_READERS) as executor:
         blocks = open_blocks(backend, info, executor, cache)
-        index = IndexLookup(options.name, blocks, FrameTable(), all_present)
+        index = IndexLookup(
+            options.name,
+            blocks,
+            FrameTable(),
+            all_present,
+            fanout_bytes_max=FANOUT_BYTES_MAX,
+        )
         opened_s = time.perf_counter() - started
         opening_bytes = resident()[1] - before
         before = forget_peak()

@@ -59,10 +59,18 @@ def store(backend: MemoryBackend, built: Built) -> ObjectInfo:
     return backend.stat(ObjectKind.INDEX, built.root.hex)
 
 
-def opened(built: Built, executor: ThreadPoolExecutor, frames: FrameTable) -> IndexLookup:
+def opened(
+    built: Built, executor: ThreadPoolExecutor, frames: FrameTable, *, fanout_bytes_max: int = 0
+) -> IndexLookup:
     backend = MemoryBackend()
     info = store(backend, built)
-    return IndexLookup(info.name, open_blocks(backend, info, executor, None), frames, all_usable)
+    return IndexLookup(
+        info.name,
+        open_blocks(backend, info, executor, None),
+        frames,
+        all_usable,
+        fanout_bytes_max=fanout_bytes_max,
+    )
 
 
 Answer = tuple[bytes, int, int, int] | None
@@ -118,7 +126,9 @@ def test_it_answers_like_the_loaded_index(
     ]
     tables = tables_of(ids)
     frames = FrameTable()
-    index = opened(index_format.build_index(*tables), executor, frames)
+    index = opened(
+        index_format.build_index(*tables), executor, frames, fanout_bytes_max=seed % 2 * MIB
+    )
     pool = ids + [chunk_id(-1 - n) for n in range(20)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index_lookup, "_IDS_AT_ONCE", at_once)
@@ -210,6 +220,20 @@ def test_an_index_that_lies_is_refused(executor: ThreadPoolExecutor, lie: str) -
         return
     with pytest.raises(error, match=f"index {built.root.hex[:12]}: "):
         index.lookup(words)
+
+
+@pytest.mark.parametrize("at_once", [3, 1000])
+@pytest.mark.parametrize("lie", [lie for lie in LIES if lie.startswith("fanout")])
+def test_a_fanout_that_lies_is_refused_when_it_is_held(
+    executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, lie: str, at_once: int
+) -> None:
+    monkeypatch.setattr(index_lookup, "_FANOUT_AT_ONCE", at_once)
+    tag, field, rows, value, error = LIES[lie]
+    tables = honest()
+    spoil(tables, tag, field, rows, value)
+    if error is not None:
+        with pytest.raises(Malformed, match="FANO does not ascend"):
+            opened(lying(**tables), executor, FrameTable(), fanout_bytes_max=MIB)
 
 
 @pytest.mark.parametrize("tag", ["PACK", "FRAM", "FANO", "CHNK"])
