@@ -308,13 +308,15 @@ class Bench:
                 self.run(where, state, store, as_remote=as_remote)
 
     def upload(self, url: str) -> None:
-        """Put the index into another storage."""
+        """Move the index to another storage."""
         name = self.made.root.hex
-        data = np.memmap(self.work / "store" / "indexes" / name[:2] / name, np.uint8, "r")
+        path = self.work / "store" / "indexes" / name[:2] / name
+        data = np.memmap(path, np.uint8, "r")
         pieces = [data[at : at + 64 * MIB].data for at in range(0, len(data), 64 * MIB)]
         backend = open_backend(url, create=True)
         backend.put_new(ObjectKind.INDEX, name, pieces)
         backend.close()
+        path.unlink()
 
 
 def judge(report: Report) -> None:
