@@ -15,7 +15,7 @@ from snapstore.backend.base import Capabilities, ObjectInfo, ObjectKind
 from snapstore.backend.memory import MemoryBackend
 from snapstore.backend.posix import PosixBackend
 from snapstore.clock import SystemClock
-from snapstore.errors import DigestMismatch, FormatError, IntegrityError
+from snapstore.errors import DigestMismatch, FormatError, IntegrityError, UsageError
 from snapstore.options import StoreOptions
 from snapstore.repository import index_cache
 from snapstore.repository.chunk_runs import MISSING
@@ -307,3 +307,8 @@ def test_options_choose_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("HOME")
     assert IndexCache.of(StoreOptions(), clock) is None
     assert IndexCache.of(StoreOptions(index_cache=tmp_path, index_cache_bytes=0), clock) is None
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(UsageError, match="index cache"):
+        StoreOptions(index_cache_bytes=-1)
