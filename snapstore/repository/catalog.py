@@ -13,6 +13,7 @@ correctness. Not thread-safe: only the thread that plans touches it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
@@ -37,9 +38,11 @@ from snapstore.repository.chunk_runs import (
 )
 from snapstore.repository.index_lookup import INDEX_READERS, IndexLookup, open_blocks
 from snapstore.repository.objects import read_object
+from snapstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
+    from concurrent.futures import Future
 
     from snapstore.repository.frames import FrameTable, Numbers
     from snapstore.repository.index_cache import IndexCache
@@ -51,6 +54,9 @@ _ROWS_MIN = 4096
 _MERGE_RATIO = 4
 _SPILLED_RUNS_MAX = 8
 _SPILLED_RUNS_MERGED = 4
+
+_TINY_BYTES = 1 * MIB
+"""What a push writes after each pack is smaller."""
 
 _LISTED_ROW_BYTES = 48
 """About what a chunk takes in an index, its share of a frame's row included."""
@@ -132,11 +138,11 @@ class Catalog:
         present = _PresentPacks(backend, without)
         superseded: set[str] = set()
         small: list[Run] = []
-        for info in infos:
+        for info, data in self._read_ahead(backend, infos, superseded):
             if info.name in superseded:
                 continue
             try:
-                superseded.update(self._take_in(backend, info, present, small))
+                superseded.update(self._take_in(backend, info, data, present, small))
             except ObjectNotFound:
                 continue  # A listing may be stale: the index was merged into another since.
             except _NOT_USABLE as error:
@@ -198,8 +204,33 @@ class Catalog:
             self._executor.shutdown()
             self._executor = None
 
+    def _read_ahead(
+        self, backend: Backend, infos: list[ObjectInfo], superseded: Collection[str]
+    ) -> Iterator[tuple[ObjectInfo, Future[bytearray] | None]]:
+        """Give the indexes in order; some of those that are tiny are being read already.
+
+        There may be thousands of them, and a request to a remote store takes its time.
+        """
+        pending: collections.deque[tuple[ObjectInfo, Future[bytearray] | None]]
+        pending = collections.deque()
+        for info in infos:
+            if info.name in superseded:
+                continue
+            reading = None
+            if len(infos) > 1 and info.size_bytes <= _TINY_BYTES:
+                reading = self._threads().submit(_read_index, backend, info.name)
+            pending.append((info, reading))
+            if len(pending) > INDEX_READERS:
+                yield pending.popleft()
+        yield from pending
+
     def _take_in(
-        self, backend: Backend, info: ObjectInfo, present: _PresentPacks, small: list[Run]
+        self,
+        backend: Backend,
+        info: ObjectInfo,
+        data: Future[bytearray] | None,
+        present: _PresentPacks,
+        small: list[Run],
     ) -> tuple[str, ...]:
         """Take in one index, and name those that it contains."""
         rows = info.size_bytes // _LISTED_ROW_BYTES
@@ -209,8 +240,8 @@ class Catalog:
             index = self._open(backend, info, present)
             self._indexes.append(index)
             return index.supersedes()
-        data = read_object(backend, ObjectKind.INDEX, info.name, limit_bytes=limits.INDEX_BYTES_MAX)
-        tables = parse_index(data, root=Digest.parse(info.name))
+        found = _read_index(backend, info.name) if data is None else data.result()
+        tables = parse_index(found, root=Digest.parse(info.name))
         run = self._to_run(present.only(tables))
         if fits:
             self._runs.insert(0, run)
@@ -221,9 +252,7 @@ class Catalog:
         return tuple(digest.hex for digest in tables.supersedes)
 
     def _open(self, backend: Backend, info: ObjectInfo, present: _PresentPacks) -> IndexLookup:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(INDEX_READERS, thread_name_prefix="snapstore-index")
-        blocks = open_blocks(backend, info, self._executor, self._cache)
+        blocks = open_blocks(backend, info, self._threads(), self._cache)
         index = IndexLookup(
             info.name,
             blocks,
@@ -233,6 +262,11 @@ class Catalog:
         )
         self._rows_max = max(self._rows_max - index.held_bytes // _ROW_BYTES, _ROWS_MIN)
         return index
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(INDEX_READERS, thread_name_prefix="snapstore-index")
+        return self._executor
 
     def _to_run(self, tables: IndexTables) -> Run:
         packs = self._frames.add_packs(tables.packs)
@@ -277,6 +311,10 @@ class Catalog:
                 for run in self._spilled[some]:
                     run.close()
                 self._spilled[some] = [merged]
+
+
+def _read_index(backend: Backend, name: str) -> bytearray:
+    return read_object(backend, ObjectKind.INDEX, name, limit_bytes=limits.INDEX_BYTES_MAX)
 
 
 class _PresentPacks:
