@@ -5,17 +5,28 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+from pathlib import Path
 
 from snapstore.errors import UsageError
 from snapstore.units import GIB, MIB
 
-__all__ = ["STORE_URL_VARIABLE", "Compression", "Integrity", "StoreOptions", "store_url_default"]
+__all__ = [
+    "STORE_URL_VARIABLE",
+    "Compression",
+    "Integrity",
+    "StoreOptions",
+    "index_cache_default",
+    "store_url_default",
+]
 
 STORE_URL_VARIABLE = "SNAPSTORE_URL"
 
 MEMORY_BYTES_DEFAULT = 1 * GIB
 MEMORY_BYTES_MIN = 192 * MIB
 """Two packs being written, three segments being cut, and the interpreter with its libraries."""
+
+INDEX_CACHE_BYTES_DEFAULT = 8 * GIB
+"""Room for the indexes of about 5 TB of page images, or 40 TB of tensors."""
 
 
 class Compression(enum.Enum):
@@ -43,12 +54,17 @@ class StoreOptions:
         threads: Threads that read, hash, code and write; 0 means one per usable core.
         compression: Effort spent on frames.
         integrity: What pull checks.
+        index_cache: Where this machine keeps checksums of large indexes, and copies of those of
+            remote stores; by default below the user's cache directory.
+        index_cache_bytes: What that may take; 0 for no cache.
     """
 
     memory_bytes: int = MEMORY_BYTES_DEFAULT
     threads: int = 0
     compression: Compression = Compression.AUTO
     integrity: Integrity = Integrity.STRONG
+    index_cache: Path | None = None
+    index_cache_bytes: int = INDEX_CACHE_BYTES_DEFAULT
 
     def __post_init__(self) -> None:
         if self.memory_bytes < MEMORY_BYTES_MIN:
@@ -60,11 +76,24 @@ class StoreOptions:
             raise UsageError(
                 f"cannot work with {self.threads} threads", next_step="give 0 for one per core"
             )
+        if self.index_cache_bytes < 0:
+            raise UsageError(
+                f"an index cache of {self.index_cache_bytes} bytes cannot be",
+                next_step="give 0 for none",
+            )
 
     @property
     def threads_effective(self) -> int:
         """The number of worker threads after resolving 0."""
         return self.threads or len(os.sched_getaffinity(0))
+
+
+def index_cache_default() -> Path | None:
+    """The directory for what is kept of indexes, if this user has a place for caches."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():  # which the XDG specification says to ignore
+        caches = Path(os.environ.get("HOME", ""), ".cache")
+    return caches / "snapstore" / "indexes" if caches.is_absolute() else None
 
 
 def store_url_default() -> str | None:

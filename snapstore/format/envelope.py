@@ -35,6 +35,7 @@ __all__ = [
     "SectionInfo",
     "build",
     "decode_section",
+    "encode_header",
     "parse_header",
     "parse_whole",
 ]
@@ -161,7 +162,7 @@ def build(magic: bytes, sections: list[Section]) -> Built:
     assert 1 <= len(sections) <= limits.SECTIONS_MAX, len(sections)
     tags = [section.tag for section in sections]
     assert len(set(tags)) == len(tags), tags
-    directory: list[bytes] = []
+    infos: list[SectionInfo] = []
     body: list[BytesLike] = []
     end = limits.ENVELOPE_HEADER_BYTES + limits.DIRECTORY_ENTRY_BYTES * len(sections)
     for section in sections:
@@ -173,17 +174,35 @@ def build(magic: bytes, sections: list[Section]) -> Built:
         offset = align_up(end, limits.ALIGNMENT_SECTION_BYTES)
         body += [bytes(offset - end), stored]
         digest = blake3(stored).digest()
-        directory.append(
-            _ENTRY.pack(section.tag, encoding, offset, len(stored), len(plain), digest)
-        )
+        infos.append(SectionInfo(section.tag, encoding, offset, len(stored), len(plain), digest))
         end = offset + len(stored)
-    assert end <= _LENGTH_MAX[magic], end
-    head = _HEADER.pack(magic, VERSION, len(sections), 0, end, 0, b"")[:_COMMITTED_BYTES]
-    entries = b"".join(directory)
-    root = Digest.of(head + entries)
-    pieces = [head + root.raw + entries, *(piece for piece in body if len(piece))]
+    head, root = encode_header(magic, infos)
+    pieces = [head, *(piece for piece in body if len(piece))]
     assert sum(map(len, pieces)) == end, end
     return Built(pieces, root, end)
+
+
+def encode_header(magic: bytes, sections: list[SectionInfo]) -> tuple[bytes, Digest]:
+    """Encode header and directory, for whoever writes the sections; also returns the root digest.
+
+    The sections must be in order, each at the first aligned offset after the one before.
+    """
+    end = sections[-1].end
+    assert end <= _LENGTH_MAX[magic], end
+    head = _HEADER.pack(magic, VERSION, len(sections), 0, end, 0, b"")[:_COMMITTED_BYTES]
+    entries = b"".join(
+        _ENTRY.pack(
+            info.tag,
+            info.encoding,
+            info.offset,
+            info.stored_length,
+            info.plain_length,
+            info.digest,
+        )
+        for info in sections
+    )
+    root = Digest.of(head + entries)
+    return head + root.raw + entries, root
 
 
 def parse_header(data: BytesLike, *, magic: bytes, object_length: int) -> Envelope:

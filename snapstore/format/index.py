@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from snapstore.errors import Malformed
+from snapstore.errors import LimitExceeded, Malformed
 from snapstore.format import limits
 from snapstore.format.envelope import (
     INDEX_MAGIC,
@@ -46,15 +46,22 @@ __all__ = [
     "CHUNK_DTYPE",
     "FRAME_DTYPE",
     "PACK_DTYPE",
+    "IndexShape",
     "IndexTables",
+    "TablePlace",
     "bucket_of",
+    "buckets_of",
     "build_index",
     "check_bucket",
+    "check_buckets",
+    "check_ends",
+    "check_frame_rows",
     "check_frames_in_packs",
     "check_packs",
     "check_places",
     "fanout_bits",
     "parse_index",
+    "parse_shape",
 ]
 
 PACK_DTYPE = np.dtype([("id", "V32"), ("length", "<u8")])
@@ -93,6 +100,29 @@ class IndexTables:
     supersedes: tuple[Digest, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TablePlace:
+    """Where the rows of a table lie in the object."""
+
+    offset: int
+    count: int
+    row_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IndexShape:
+    """What the header of an index tells about its tables, none of which was read.
+
+    `bits` of an id choose its bucket.
+    """
+
+    packs: TablePlace
+    frames: TablePlace
+    fanout: TablePlace
+    chunks: TablePlace
+    bits: int
+
+
 def fanout_bits(count: int) -> int:
     """How many bits of an id choose a bucket in an index of `count` chunks."""
     buckets = -(-count // BUCKET_ROWS)
@@ -102,6 +132,13 @@ def fanout_bits(count: int) -> int:
 def bucket_of(chunk_id: bytes, bits: int) -> int:
     """The bucket of an id: its first `bits` bits."""
     return int.from_bytes(chunk_id[:8], "big") >> (64 - bits)
+
+
+def buckets_of(words: U64, bits: int) -> U64:
+    """The buckets of ids, given their first eight bytes as numbers."""
+    if bits == 0:
+        return np.zeros(len(words), np.uint64)
+    return words >> np.uint64(64 - bits)
 
 
 def build_index(
@@ -164,6 +201,23 @@ def parse_index(data: BytesLike, *, root: Digest | None = None) -> IndexTables:
     return IndexTables(envelope.root, packs, frames, chunks, fanout, supersedes)
 
 
+def parse_shape(envelope: Envelope) -> IndexShape:
+    """Find the tables of an index whose header was checked.
+
+    Raises:
+        Malformed: A table is missing, is not whole rows, or has a length that cannot be.
+        LimitExceeded: A table has too many rows.
+    """
+    packs = _place(envelope, b"PACK", PACK_DTYPE, limits.INDEX_PACKS_MAX)
+    frames = _place(envelope, b"FRAM", FRAME_DTYPE, limits.INDEX_FRAMES_MAX)
+    fanout = _place(envelope, b"FANO", _FANOUT_DTYPE, FANOUT_ROWS_MAX)
+    chunks = _place(envelope, b"CHNK", CHUNK_DTYPE, limits.INDEX_CHUNKS_MAX)
+    bits = fanout_bits(chunks.count)
+    if fanout.count != (1 << bits) + 1:
+        raise Malformed(f"index FANO: {fanout.count} rows for {chunks.count} chunks")
+    return IndexShape(packs, frames, fanout, chunks, bits)
+
+
 def check_bucket(rows: Rows, *, bucket: int, bits: int, frame_count: int) -> None:
     """Check the rows of one bucket that were read alone.
 
@@ -171,9 +225,24 @@ def check_bucket(rows: Rows, *, bucket: int, bits: int, frame_count: int) -> Non
         Malformed: An id is out of order or belongs to another bucket, or a frame does not exist.
         LimitExceeded: A chunk is too long.
     """
+    buckets = np.full(len(rows), bucket, np.uint64)
+    check_buckets(rows, buckets=buckets, bits=bits, frame_count=frame_count)
+
+
+def check_buckets(rows: Rows, *, buckets: U64, bits: int, frame_count: int) -> None:
+    """Check the rows of several buckets, in ascending order, that were read alone.
+
+    `buckets` has one number a row: that of the bucket it was found in.
+
+    Raises:
+        Malformed: An id is out of order or belongs to another bucket, or a frame does not exist.
+        LimitExceeded: A chunk is too long.
+    """
     _check_chunks(rows, frame_count=frame_count)
-    prefixes = _prefixes(rows, bits)
-    refuse(prefixes != bucket, what="index CHNK", reason=f"id is not of bucket {bucket}")
+    wrong = buckets_of(first_words(rows["id"]), bits) != buckets
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise Malformed(f"index CHNK: id is not of bucket {int(buckets[row])}")
 
 
 def check_places(chunks: Rows, plain_lengths: U64) -> None:
@@ -182,7 +251,15 @@ def check_places(chunks: Rows, plain_lengths: U64) -> None:
     Raises:
         Malformed: One does not.
     """
-    ends = column(chunks, "offset") + column(chunks, "length")
+    check_ends(column(chunks, "offset") + column(chunks, "length"), plain_lengths)
+
+
+def check_ends(ends: U64, plain_lengths: U64) -> None:
+    """Check that chunks end, given the offsets where they do, within their frames.
+
+    Raises:
+        Malformed: One does not.
+    """
     refuse(ends > plain_lengths, what="index CHNK", reason="does not end within its frame")
 
 
@@ -196,6 +273,17 @@ def check_packs(packs: Rows, *, what: str) -> None:
     lengths = column(packs, "length")
     refuse_over(lengths, limits.PACK_BYTES_MAX, what=what, reason="length")
     refuse(lengths == 0, what=what, reason="an empty pack")
+
+
+def check_frame_rows(frames: Rows, *, pack_count: int) -> None:
+    """Check rows of `FRAM` that were read alone, before their packs are looked at.
+
+    Raises:
+        Malformed: The pack of one does not exist, or its sizes cannot be.
+        LimitExceeded: A length is above its limit.
+    """
+    check_frame_sizes(frames, what="index FRAM")
+    refuse(column(frames, "pack") >= pack_count, what="index FRAM", reason="no such pack")
 
 
 def check_frames_in_packs(frames: Rows, packs: Rows, *, what: str) -> None:
@@ -234,18 +322,24 @@ def _check_chunks(chunks: Rows, *, frame_count: int) -> None:
     refuse(lengths == 0, what="index CHNK", reason="an empty chunk")
 
 
-def _prefixes(chunks: Rows, bits: int) -> U64:
-    if bits == 0:
-        return np.zeros(len(chunks), np.uint64)
-    return first_words(chunks["id"]) >> np.uint64(64 - bits)
-
-
 def _fanout(chunks: Rows) -> U64:
     bits = fanout_bits(len(chunks))
     fanout = np.zeros((1 << bits) + 1, np.uint64)
-    counts = np.bincount(_prefixes(chunks, bits).astype(np.intp), minlength=1 << bits)
+    buckets = buckets_of(first_words(chunks["id"]), bits)
+    counts = np.bincount(buckets.astype(np.intp), minlength=1 << bits)
     np.cumsum(counts, out=fanout[1:])
     return fanout
+
+
+def _place(envelope: Envelope, tag: bytes, dtype: np.dtype[np.void], rows_max: int) -> TablePlace:
+    info = envelope.require(tag)
+    count, rest = divmod(info.plain_length, dtype.itemsize)
+    what = f"index {tag.decode()}"
+    if rest:
+        raise Malformed(f"{what}: {info.plain_length} bytes are no rows of {dtype.itemsize}")
+    if count > rows_max:
+        raise LimitExceeded(f"{what}: {count} rows, more than the limit of {rows_max}")
+    return TablePlace(info.offset, count, dtype.itemsize)
 
 
 def _rows(

@@ -1,74 +1,72 @@
 """Which chunks the store already has, and where: the merged view of its indexes.
 
-Kept as a few sorted runs of plain arrays, at 56 bytes per chunk, below a byte budget. Beyond the
-budget the largest run is dropped: then some chunks are stored again, which costs space and never
+Three places, all below one byte budget, asked one after the other:
+
+*Runs in memory*, sorted arrays of 56 bytes per chunk: the newest indexes, and what this push adds.
+*Spilled runs*, sorted in anonymous temporary files: what did not fit, in small indexes.
+*Indexes where they lie*, read a bucket at a time: what did not fit, in large ones.
+
+So a chunk that any index lists is found, however small the budget. Only where a temporary file
+cannot be written are runs dropped; then some chunks are stored again, which costs space and never
 correctness. Not thread-safe: only the thread that plans touches it.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.base import Backend, ObjectInfo, ObjectKind
 from snapstore.errors import FormatError, IntegrityError, ObjectNotFound, RangeNotSatisfiable
 from snapstore.format import limits
 from snapstore.format.index import IndexTables, parse_index
-from snapstore.format.tables import U64, id_words
+from snapstore.format.tables import U64, Mask, Rows, id_words
 from snapstore.ids import Digest
+from snapstore.repository.chunk_runs import (
+    MISSING,
+    Places,
+    Run,
+    SpilledRun,
+    merge_runs,
+    merge_spilled,
+)
+from snapstore.repository.index_lookup import INDEX_READERS, IndexLookup, open_blocks
 from snapstore.repository.objects import read_object
+from snapstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
+    from concurrent.futures import Future
 
     from snapstore.repository.frames import FrameTable, Numbers
+    from snapstore.repository.index_cache import IndexCache
 
 __all__ = ["MISSING", "Catalog", "Loaded", "Places"]
 
-MISSING = -1
 _ROW_BYTES = 56
+_ROWS_MIN = 4096
 _MERGE_RATIO = 4
-_TIED_IDS_MAX = 8
+_SPILLED_RUNS_MAX = 8
+_SPILLED_RUNS_MERGED = 4
 
+_TINY_BYTES = 1 * MIB
+"""What a push writes after each pack is smaller."""
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Places:
-    """Where chunks are; one element per chunk.
+_LISTED_ROW_BYTES = 48
+"""About what a chunk takes in an index, its share of a frame's row included."""
 
-    Attributes:
-        frames: Frame numbers of the frame table, or `MISSING`.
-        offsets: Offsets in the decoded frames.
-        lengths: Lengths of the chunks.
-    """
-
-    frames: Numbers
-    offsets: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Run:
-    """Chunks sorted by id; `words` has four numbers per id that compare as its bytes do.
-
-    `first` is the first of the four, on its own so that a search in it needs no copy.
-    """
-
-    first: U64
-    words: U64
-    frames: Numbers
-    offsets: npt.NDArray[np.uint32]
-    lengths: npt.NDArray[np.uint32]
-
-    def __len__(self) -> int:
-        return len(self.frames)
+_NOT_USABLE = (FormatError, IntegrityError, RangeNotSatisfiable)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was passed over when the store's indexes were read.
+    """What was passed over when the store's indexes were read; both grow while they are used.
 
     Attributes:
         damaged: Indexes by name, and what is wrong with each.
@@ -94,20 +92,41 @@ class Loaded:
 
 
 class Catalog:
-    """Chunk id to place, for as many chunks as the budget allows."""
+    """Chunk id to place. A context manager; `close` gives back files and threads."""
 
-    def __init__(self, frames: FrameTable, *, budget_bytes: int) -> None:
+    def __init__(
+        self, frames: FrameTable, *, budget_bytes: int, cache: IndexCache | None = None
+    ) -> None:
+        """Begin without chunks.
+
+        Args:
+            frames: Numbers the frames that chunks are in.
+            budget_bytes: What may be held in memory.
+            cache: What this machine keeps of large indexes.
+        """
         self._frames = frames
-        self._rows_max = max(budget_bytes // _ROW_BYTES, 4096)
-        self._runs: list[_Run] = []
+        self._cache = cache
+        self._rows_max = max(budget_bytes // _ROW_BYTES, _ROWS_MIN)
+        self._runs: list[Run] = []
+        # The newest first, both.
+        self._spilled: list[SpilledRun] = []
+        self._indexes: list[IndexLookup] = []
+        self._damaged: dict[str, str] = {}
+        self._executor: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def load(self, backend: Backend, *, without: Collection[str] = ()) -> Loaded:
-        """Read the store's indexes, newest first, until the budget is full.
+        """Take the store's indexes in, newest first: into memory until the budget is full.
 
-        Where a chunk has several places the newest index wins: its frames are more likely to hold
-        what today's snapshots need next to each other. What cannot be relied on is passed over:
-        damaged indexes, and packs that are gone or have another length than they should. Chunks
-        that only these have count as unknown.
+        Where a chunk has several places the newest index in memory wins: its frames are more likely
+        to hold what today's snapshots need next to each other. What cannot be relied on is passed
+        over: damaged indexes, and packs that are gone or have another length than they should.
+        Chunks that only these have count as unknown.
 
         Args:
             backend: The store.
@@ -117,30 +136,22 @@ class Catalog:
             backend.list(ObjectKind.INDEX), key=lambda info: (-info.modified_ns, info.name)
         )
         present = _PresentPacks(backend, without)
-        damaged: dict[str, str] = {}
         superseded: set[str] = set()
-        loaded = 0
-        for info in infos:
-            if info.name in superseded or loaded + info.size_bytes // 48 > self._rows_max:
+        small: list[Run] = []
+        for info, data in self._read_ahead(backend, infos, superseded):
+            if info.name in superseded:
                 continue
             try:
-                data = read_object(
-                    backend, ObjectKind.INDEX, info.name, limit_bytes=limits.INDEX_BYTES_MAX
-                )
-                tables = parse_index(data, root=Digest.parse(info.name))
+                superseded.update(self._take_in(backend, info, data, present, small))
             except ObjectNotFound:
                 continue  # A listing may be stale: the index was merged into another since.
-            except (FormatError, IntegrityError, RangeNotSatisfiable) as error:
-                damaged[info.name] = str(error)
-                continue
-            superseded.update(digest.hex for digest in tables.supersedes)
-            tables = present.only(tables)
-            self._add_tables(tables)
-            loaded += len(tables.chunks)
+            except _NOT_USABLE as error:
+                self._damaged[info.name] = str(error)
+        self._spill_older(small)
         self._merge_all()
         for name in superseded:
-            damaged.pop(name, None)
-        return Loaded(damaged, present.lost)
+            self._damaged.pop(name, None)
+        return Loaded(self._damaged, present.lost)
 
     def add(
         self,
@@ -151,55 +162,159 @@ class Catalog:
     ) -> None:
         """Learn of chunks; those known already get the new place as well, which then wins."""
         order = np.argsort(words[:, 0], kind="stable")
-        words = words[order]
-        self._runs.append(_Run(_first(words), words, frames[order], offsets[order], lengths[order]))
+        self._runs.append(Run.of(words[order], frames[order], offsets[order], lengths[order]))
         while len(self._runs) > 1 and len(self._runs[-1]) * _MERGE_RATIO > len(self._runs[-2]):
             newer, older = self._runs.pop(), self._runs.pop()
-            self._runs.append(_merge([newer, older]))
+            self._runs.append(merge_runs([newer, older]))
         self._respect_budget()
 
     def lookup(self, words: U64) -> Places:
-        """Find the places of chunks, the newest of each."""
-        count = len(words)
-        places = Places(
-            np.full(count, MISSING, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64)
-        )
-        open_rows = np.arange(count)
-        for run in reversed(self._runs):
-            if not len(open_rows) or not len(run):
-                continue
-            found = _find(run, words[open_rows])
-            hit = found != MISSING
-            rows, found = open_rows[hit], found[hit]
-            places.frames[rows] = run.frames[found]
-            places.offsets[rows] = run.offsets[found]
-            places.lengths[rows] = run.lengths[found]
-            open_rows = open_rows[~hit]
+        """Find the places of chunks.
+
+        An index that turns out to be damaged is passed over from then on.
+
+        Raises:
+            BackendError: The storage failed.
+        """
+        places = Places.unknown(len(words))
+        open_rows: Numbers = np.arange(len(words))
+        runs: list[Run | SpilledRun] = [*reversed(self._runs), *self._spilled]
+        for run in runs:
+            if len(open_rows) and len(run):
+                open_rows = places.take(open_rows, run.lookup(words[open_rows]))
+        for index in tuple(self._indexes):
+            if not len(open_rows):
+                break
+            try:
+                open_rows = places.take(open_rows, index.lookup(words[open_rows]))
+            except ObjectNotFound:
+                self._indexes.remove(index)  # Merged into another since.
+            except _NOT_USABLE as error:
+                self._indexes.remove(index)
+                self._damaged[index.name] = str(error)
         return places
 
-    def _add_tables(self, tables: IndexTables) -> None:
+    def close(self) -> None:
+        """Give back temporary files and threads. Idempotent."""
+        for run in self._spilled:
+            run.close()
+        self._spilled.clear()
+        self._indexes.clear()
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
+
+    def _read_ahead(
+        self, backend: Backend, infos: list[ObjectInfo], superseded: Collection[str]
+    ) -> Iterator[tuple[ObjectInfo, Future[bytearray] | None]]:
+        """Give the indexes in order; some of those that are tiny are being read already.
+
+        There may be thousands of them, and a request to a remote store takes its time.
+        """
+        pending: collections.deque[tuple[ObjectInfo, Future[bytearray] | None]]
+        pending = collections.deque()
+        for info in infos:
+            if info.name in superseded:
+                continue
+            reading = None
+            if len(infos) > 1 and info.size_bytes <= _TINY_BYTES:
+                reading = self._threads().submit(_read_index, backend, info.name)
+            pending.append((info, reading))
+            if len(pending) > INDEX_READERS:
+                yield pending.popleft()
+        yield from pending
+
+    def _take_in(
+        self,
+        backend: Backend,
+        info: ObjectInfo,
+        data: Future[bytearray] | None,
+        present: _PresentPacks,
+        small: list[Run],
+    ) -> tuple[str, ...]:
+        """Take in one index, and name those that it contains."""
+        rows = info.size_bytes // _LISTED_ROW_BYTES
+        # A quarter is left for what is added later.
+        fits = sum(map(len, self._runs)) + rows <= self._rows_max - self._rows_max // 4
+        if not fits and rows > self._rows_max // 4:
+            index = self._open(backend, info, present)
+            self._indexes.append(index)
+            return index.supersedes()
+        found = _read_index(backend, info.name) if data is None else data.result()
+        tables = parse_index(found, root=Digest.parse(info.name))
+        run = self._to_run(present.only(tables))
+        if fits:
+            self._runs.insert(0, run)
+        else:
+            small.append(run)
+            if sum(map(len, small)) > self._rows_max // 4:
+                self._spill_older(small)
+        return tuple(digest.hex for digest in tables.supersedes)
+
+    def _open(self, backend: Backend, info: ObjectInfo, present: _PresentPacks) -> IndexLookup:
+        blocks = open_blocks(backend, info, self._threads(), self._cache)
+        index = IndexLookup(
+            info.name,
+            blocks,
+            self._frames,
+            present.usable,
+            fanout_bytes_max=self._rows_max * _ROW_BYTES // 8,
+        )
+        self._rows_max = max(self._rows_max - index.held_bytes // _ROW_BYTES, _ROWS_MIN)
+        return index
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(INDEX_READERS, thread_name_prefix="snapstore-index")
+        return self._executor
+
+    def _to_run(self, tables: IndexTables) -> Run:
         packs = self._frames.add_packs(tables.packs)
         first = self._frames.add_frames(tables.frames, packs)
         chunks = tables.chunks
-        words = id_words(chunks["id"])
-        self._runs.insert(
-            0,
-            _Run(
-                _first(words),
-                words,
-                chunks["frame"].astype(np.int64) + first,
-                chunks["offset"].astype(np.uint32),
-                chunks["length"].astype(np.uint32),
-            ),
+        return Run.of(
+            id_words(chunks["id"]),
+            chunks["frame"].astype(np.int64) + first,
+            chunks["offset"].astype(np.uint32),
+            chunks["length"].astype(np.uint32),
         )
 
     def _merge_all(self) -> None:
         if len(self._runs) > 1:
-            self._runs = [_merge(self._runs[::-1])]
+            self._runs = [merge_runs(self._runs[::-1])]
 
     def _respect_budget(self) -> None:
         while sum(map(len, self._runs)) > self._rows_max and len(self._runs) > 1:
-            self._runs.remove(max(self._runs, key=len))
+            largest = max(self._runs, key=len)
+            self._runs.remove(largest)
+            with contextlib.suppress(OSError):
+                self._spilled.insert(0, SpilledRun.write([largest]))
+            self._merge_spilled()
+
+    def _spill_older(self, runs: list[Run]) -> None:
+        """Move runs, the newest first, behind all that is spilled."""
+        if runs:
+            with contextlib.suppress(OSError):
+                self._spilled.append(SpilledRun.write([merge_runs(runs)]))
+            runs.clear()
+            self._merge_spilled()
+
+    def _merge_spilled(self) -> None:
+        """Keep spilled runs few: merge the neighbours that are the least work."""
+        if len(self._spilled) > _SPILLED_RUNS_MAX:
+            sizes = [len(run) for run in self._spilled]
+            starts = range(len(sizes) - _SPILLED_RUNS_MERGED + 1)
+            begin = min(starts, key=lambda at: sum(sizes[at : at + _SPILLED_RUNS_MERGED]))
+            some = slice(begin, begin + _SPILLED_RUNS_MERGED)
+            with contextlib.suppress(OSError):
+                merged = merge_spilled(self._spilled[some])
+                for run in self._spilled[some]:
+                    run.close()
+                self._spilled[some] = [merged]
+
+
+def _read_index(backend: Backend, name: str) -> bytearray:
+    return read_object(backend, ObjectKind.INDEX, name, limit_bytes=limits.INDEX_BYTES_MAX)
 
 
 class _PresentPacks:
@@ -211,12 +326,16 @@ class _PresentPacks:
         self._sizes = {info.name: info.size_bytes for info in backend.list(ObjectKind.PACK)}
         self.lost: set[str] = set()
 
-    def only(self, tables: IndexTables) -> IndexTables:
-        """Leave out of an index what lies in packs that cannot be relied on."""
-        usable = np.array(
-            [self._is_usable(bytes(raw).hex(), length) for raw, length in tables.packs.tolist()],
+    def usable(self, packs: Rows) -> Mask:
+        """Which of these packs can be relied on, one flag a row."""
+        return np.array(
+            [self._is_usable(bytes(raw).hex(), length) for raw, length in packs.tolist()],
             np.bool_,
         )
+
+    def only(self, tables: IndexTables) -> IndexTables:
+        """Leave out of an index what lies in packs that cannot be relied on."""
+        usable = self.usable(tables.packs)
         if usable.all():
             return tables
         in_frames = usable[tables.frames["pack"]]
@@ -240,46 +359,3 @@ class _PresentPacks:
             self.lost.add(name)
             return False
         return True
-
-
-def _find(run: _Run, wanted: U64) -> npt.NDArray[np.int64]:
-    """Find the row of each id in a run, or `MISSING`."""
-    at = np.searchsorted(run.first, wanted[:, 0])
-    at[at == len(run)] = 0
-    found = np.where((run.words[at] == wanted).all(axis=1), at, MISSING)
-    # Ids that share their first eight bytes with another are not in chunks that anybody has by
-    # chance. A few are looked for, so that such a pair is no way to make a chunk unreadable.
-    open_rows = np.flatnonzero((found == MISSING) & (run.first[at] == wanted[:, 0]))
-    for step in range(1, _TIED_IDS_MAX):
-        next_at = np.minimum(at[open_rows] + step, len(run) - 1)
-        tied = run.first[next_at] == wanted[open_rows, 0]
-        open_rows, next_at = open_rows[tied], next_at[tied]
-        hit = (run.words[next_at] == wanted[open_rows]).all(axis=1)
-        found[open_rows[hit]] = next_at[hit]
-        open_rows = open_rows[~hit]
-    return found
-
-
-def _merge(runs: list[_Run]) -> _Run:
-    """Merge runs into one; of equal ids the one in the earlier run stays."""
-    words = np.concatenate([run.words for run in runs])
-    order = np.argsort(words[:, 0], kind="stable")
-    words = words[order]
-    # Equal ids follow one another unless two ids share their first eight bytes; then one more row
-    # survives, behind the newer one, which is found first.
-    keep = np.ones(len(words), np.bool_)
-    keep[1:] = (words[1:] != words[:-1]).any(axis=1)
-    order = order[keep]
-    words = words[keep]
-    return _Run(
-        _first(words),
-        words,
-        np.concatenate([run.frames for run in runs])[order],
-        np.concatenate([run.offsets for run in runs])[order],
-        np.concatenate([run.lengths for run in runs])[order],
-    )
-
-
-def _first(words: U64) -> U64:
-    first: U64 = np.ascontiguousarray(words[:, 0])
-    return first

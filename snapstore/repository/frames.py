@@ -17,11 +17,13 @@ from snapstore.format.index import FRAME_DTYPE, PACK_DTYPE
 from snapstore.ids import PackId
 
 if TYPE_CHECKING:
-    from snapstore.format.tables import Rows
+    from snapstore.format.tables import Mask, Rows
 
 __all__ = ["FrameTable", "GrowingRows"]
 
 Numbers = npt.NDArray[np.int64]
+
+_STORED_DTYPE = np.dtype([("stored", "?")])
 
 
 class GrowingRows:
@@ -65,6 +67,7 @@ class FrameTable:
 
     def __init__(self) -> None:
         self._frames = GrowingRows(FRAME_DTYPE)
+        self._stored = GrowingRows(_STORED_DTYPE)
         self._packs: list[_Pack | None] = []
         self._numbers: dict[PackId, int] = {}
 
@@ -106,12 +109,19 @@ class FrameTable:
         """Add stored frames whose `pack` is a row of `packs`; returns the first number."""
         rows = frames.copy()
         rows["pack"] = packs[frames["pack"].astype(np.int64)]
+        self._stored.extend(np.ones(len(rows), _STORED_DTYPE))
         return self._frames.extend(rows)
+
+    def were_stored(self, numbers: Numbers) -> Mask:
+        """Which of these frames the store had already, those not reserved here."""
+        found: Mask = self._stored.rows["stored"][numbers]
+        return found
 
     def reserve_frames(self, plain_lengths: npt.NDArray[np.uint32]) -> int:
         """Number frames that are yet to be encoded; returns the first number."""
         rows = np.zeros(len(plain_lengths), FRAME_DTYPE)
         rows["plain_length"] = plain_lengths
+        self._stored.extend(np.zeros(len(rows), _STORED_DTYPE))
         return self._frames.extend(rows)
 
     def place_frame(self, number: int, row: Rows) -> None:

@@ -81,10 +81,10 @@ def derive_layout(
         MissingChunk: The indexes lack one.
     """
     frames = FrameTable()
-    catalog = Catalog(frames, budget_bytes=1 << 40)
-    loaded = catalog.load(backend)
     data = extents["chunk_length"] != 0
-    places = catalog.lookup(id_words(extents["id"][data]))
+    with Catalog(frames, budget_bytes=1 << 40) as catalog:
+        loaded = catalog.load(backend)
+        places = catalog.lookup(id_words(extents["id"][data]))
     lost = places.frames == MISSING
     if lost.any():
         first = ChunkId(bytes(extents["id"][data][int(lost.argmax())]))

@@ -27,7 +27,6 @@ class Locality:
 
     def __init__(self, frames: FrameTable) -> None:
         self._frames = frames
-        self._first_new = len(frames)
         self._touched = np.zeros(len(frames), np.bool_)
         self._allowed_bytes = 0
 
@@ -43,9 +42,10 @@ class Locality:
             One flag per chunk.
         """
         self._allowed_bytes += new_bytes
-        old = frames < self._first_new
+        old = self._frames.were_stored(frames)
         if not old.any():
             return np.zeros(len(frames), np.bool_)
+        self._grow()
         numbers, which = np.unique(frames[old], return_inverse=True)
         used = np.bincount(which, weights=lengths[old]).astype(np.int64)
         cost = np.maximum(self._frames.rows["plain_length"][numbers].astype(np.int64), used)
@@ -69,3 +69,11 @@ class Locality:
         result = np.zeros(len(frames), np.bool_)
         result[old] = bad[which]
         return result
+
+    def _grow(self) -> None:
+        """Make room for frames that were found in an index since."""
+        count = len(self._frames)
+        if count > len(self._touched):
+            touched = np.zeros(max(count, 2 * len(self._touched)), np.bool_)
+            touched[: len(self._touched)] = self._touched
+            self._touched = touched

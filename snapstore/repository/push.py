@@ -33,6 +33,7 @@ from snapstore.repository.catalog import Catalog
 from snapstore.repository.chains import append_generation, head_number
 from snapstore.repository.file_streams import plan_file_streams
 from snapstore.repository.frames import FrameTable
+from snapstore.repository.index_cache import IndexCache
 from snapstore.repository.ingest import Ingest, IngestTotals
 from snapstore.repository.leases import PushLease, deleting_names, revive
 from snapstore.repository.memory import MemoryPlan
@@ -138,10 +139,15 @@ class _Writer:
         with contextlib.ExitStack() as stack:
             stack.callback(self._release_lease)
             self.frames = FrameTable()
-            catalog = Catalog(self.frames, budget_bytes=plan.catalog_bytes)
+            catalog = stack.enter_context(
+                Catalog(
+                    self.frames,
+                    budget_bytes=plan.catalog_bytes,
+                    cache=IndexCache.of(options, clock),
+                )
+            )
             deleting = deleting_names(backend, ObjectKind.PACK)
             loaded = catalog.load(backend, without=deleting)
-            self.warnings = loaded.warnings
             # What reads for the workers is closed after them.
             self._kept = stack.enter_context(contextlib.ExitStack())
             executor = ThreadPoolExecutor(plan.threads, thread_name_prefix="snapstore-push")
@@ -164,6 +170,7 @@ class _Writer:
                 compression=options.compression,
                 progress=self._window_done(meter),
             )
+            self._loaded = loaded
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -171,6 +178,11 @@ class _Writer:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was found to be damaged in the store so far."""
+        return self._loaded.warnings
 
     def keep(self, callback: Callable[[], None]) -> None:
         """Have something called when the push ends, one way or the other."""

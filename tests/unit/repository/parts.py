@@ -94,7 +94,7 @@ class ForgetfulBackend(MemoryBackend):
 
 def chunk_id(number: int, *, first_word: int | None = None) -> bytes:
     """An id for a chunk; with `first_word` one that begins with these eight bytes."""
-    raw = Digest.of(number.to_bytes(8, "little")).raw
+    raw = Digest.of(number.to_bytes(8, "little", signed=True)).raw
     return raw if first_word is None else first_word.to_bytes(8, "big") + raw[8:]
 
 

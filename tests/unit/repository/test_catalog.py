@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from snapstore.backend.base import ObjectKind
 from snapstore.backend.memory import MemoryBackend
 from snapstore.format.tables import U64
+from snapstore.repository import chunk_runs
 from snapstore.repository.catalog import MISSING, Catalog
 from snapstore.repository.frames import FrameTable
 from snapstore.testing.clock import ManualClock
@@ -112,18 +113,62 @@ def test_many_small_batches_stay_few_runs() -> None:
     assert found(catalog, ids) == list(range(2000))
 
 
-def test_beyond_the_budget_the_largest_run_is_dropped() -> None:
-    """Goal: a catalog never holds more than its budget, and what it still says is right."""
+def test_beyond_the_budget_the_largest_run_goes_to_a_file() -> None:
+    """Goal: a catalog never holds more than its budget in memory, and forgets nothing.
+
+    Method: add three budgets of chunks, in numbers that make it merge what it spilled, some of them
+    again under new frames.
+    """
+    with empty_catalog(ROWS_MIN * ROW_BYTES) as catalog:
+        ids = [chunk_id(number) for number in range(12 * ROWS_MIN)]
+        for start in range(0, len(ids), 512):
+            add(catalog, words_of(ids[start : start + 512]), start)
+            assert sum(map(len, catalog._runs)) <= ROWS_MIN
+        assert 0 < len(catalog._spilled) <= 8
+        assert found(catalog, ids) == list(range(len(ids)))
+        assert found(catalog, [chunk_id(-1 - number) for number in range(100)]) == [MISSING] * 100
+        add(catalog, words_of(ids[:50]), 10**6)
+        assert found(catalog, ids[:60]) == [*range(10**6, 10**6 + 50), *range(50, 60)]
+
+
+def test_without_room_for_a_file_the_largest_run_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was just added stays known: the next window is likely to refer to it."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(chunk_runs.tempfile, "TemporaryFile", full)
     catalog = empty_catalog(ROWS_MIN * ROW_BYTES)
     ids = [chunk_id(number) for number in range(3 * ROWS_MIN)]
     for start in range(0, len(ids), 512):
         add(catalog, words_of(ids[start : start + 512]), start)
         assert sum(map(len, catalog._runs)) <= ROWS_MIN
-        # What was just added is known: the next window is likely to refer to it.
         assert found(catalog, ids[start : start + 512]) == list(range(start, start + 512))
     answers = found(catalog, ids)
     assert all(answer in {number, MISSING} for number, answer in enumerate(answers))
     assert MISSING in answers
+
+
+@given(batches, st.integers(31, 64), st.integers(1, 40))
+def test_spilled_runs_answer_like_runs(
+    numbers: list[list[int]], first_words: int, in_memory: int
+) -> None:
+    """Goal: the newest place wins, wherever runs are, also for ids with equal first words."""
+    catalog, model = empty_catalog(), {}
+    catalog._rows_max = in_memory
+    ids = {n: chunk_id(n, first_word=n % first_words << 57) for n in range(61)}
+    frame = 0
+    with catalog:
+        for batch in numbers:
+            chosen = [ids[number] for number in batch]
+            add(catalog, words_of(chosen), frame)
+            for raw in chosen:
+                model[raw] = frame
+                frame += 1
+        answers = found(catalog, list(ids.values()))
+    assert answers == [model.get(raw, MISSING) for raw in ids.values()]
 
 
 # -- loading --------------------------------------------------------------------------------------
@@ -190,17 +235,75 @@ def test_an_index_that_a_stale_listing_still_shows_is_passed_over() -> None:
     assert packs_of(catalog, frames, [chunk_id(1), chunk_id(2)]) == [pack_name(1), None]
 
 
-def test_only_the_newest_indexes_are_loaded_if_not_all_fit() -> None:
+@pytest.mark.parametrize("chunks", [300, 900, 1500, 4000])
+@pytest.mark.parametrize("indexes", [3, 30])
+def test_what_does_not_fit_is_found_all_the_same(chunks: int, indexes: int) -> None:
+    """Goal: every chunk of every index is found, at its newest place, whatever the budget.
+
+    Method: indexes that fit together or not, alone or not, with chunks in common; the same store
+    through a catalog with room for all and one with room for few; ids that nobody has.
+    """
     clock = ManualClock()
     backend = MemoryBackend(clock=clock)
-    ids = [chunk_id(number) for number in range(3 * 1500)]
-    for pack in range(3):
-        rows = [(raw, 1) for raw in ids[pack * 1500 : (pack + 1) * 1500]]
-        add_index(backend, pack, rows, clock=clock)
-    catalog, _ = loaded(backend, ROWS_MIN * ROW_BYTES)
-    known = (catalog.lookup(words_of(ids)).frames != MISSING).reshape(3, 1500)
-    assert known.all(axis=1).tolist() == [False, True, True]
-    assert known.any(axis=1).tolist() == [False, True, True]
+    ids = [chunk_id(number) for number in range(indexes * chunks)]
+    for pack in range(indexes):
+        rows = ids[pack * chunks : (pack + 1) * chunks] + ids[:100]
+        add_index(backend, pack, [(raw, 1) for raw in dict.fromkeys(rows)], clock=clock)
+    large, large_frames = loaded(backend)
+    small, small_frames = loaded(backend, ROWS_MIN * ROW_BYTES)
+    with small:
+        assert sum(map(len, small._runs)) <= ROWS_MIN
+        # A chunk that several indexes have may lie anywhere; of others there is one place.
+        asked = [*ids[100:], *(chunk_id(-1 - number) for number in range(500))]
+        assert packs_of(small, small_frames, asked) == packs_of(large, large_frames, asked)
+        places, expected = small.lookup(words_of(asked)), large.lookup(words_of(asked))
+        assert places.offsets.tolist() == expected.offsets.tolist()
+        assert places.lengths.tolist() == expected.lengths.tolist()
+        assert (small.lookup(words_of(ids[:100])).frames != MISSING).all()
+
+
+def test_an_index_that_is_damaged_while_it_is_used_is_passed_over() -> None:
+    """Goal: damage found during a push costs what only that index lists, and is told.
+
+    Method: two indexes too large for memory; after loading, bytes of the first change.
+    """
+    backend = MemoryBackend()
+    ids = [chunk_id(number) for number in range(8000)]
+    first = add_index(backend, 1, [(raw, 1) for raw in ids[:4000]])
+    add_index(backend, 2, [(raw, 1) for raw in ids[4000:]])
+    with Catalog(FrameTable(), budget_bytes=ROWS_MIN * ROW_BYTES) as catalog:
+        report = catalog.load(backend)
+        assert len(catalog._indexes) == 2
+        size = backend.stat(ObjectKind.INDEX, first.hex).size_bytes
+        backend.delete(ObjectKind.INDEX, first.hex)
+        backend.put_new(ObjectKind.INDEX, first.hex, [bytes(size)])
+        assert not report.damaged
+        known = catalog.lookup(words_of(ids)).frames != MISSING
+        assert known.tolist() == [False] * 4000 + [True] * 4000
+        assert list(report.damaged) == [first.hex]
+        assert "is damaged" in report.warnings[0]
+        backend.delete(ObjectKind.INDEX, catalog._indexes[0].name)
+        assert (catalog.lookup(words_of(ids)).frames == MISSING).all()
+        assert len(report.damaged) == 1
+
+
+@pytest.mark.parametrize("chunks", [10, 4000])
+def test_chunks_in_packs_that_are_gone_are_unknown(chunks: int) -> None:
+    """The same for an index in memory and one that is looked into."""
+    backend = MemoryBackend()
+    ids = [chunk_id(number) for number in range(2 * chunks)]
+    for pack in (1, 2):
+        add_index(backend, pack, [(raw, 1) for raw in ids[(pack - 1) * chunks : pack * chunks]])
+    backend.delete(ObjectKind.PACK, pack_name(1))
+    with Catalog(FrameTable(), budget_bytes=ROWS_MIN * ROW_BYTES) as catalog:
+        report = catalog.load(backend)
+        known = catalog.lookup(words_of(ids)).frames != MISSING
+        assert known.tolist() == [False] * chunks + [True] * chunks
+        assert report.lost == {pack_name(1)}
+    with Catalog(FrameTable(), budget_bytes=ROWS_MIN * ROW_BYTES) as catalog:
+        report = catalog.load(backend, without=[pack_name(1), pack_name(2)])
+        assert (catalog.lookup(words_of(ids)).frames == MISSING).all()
+        assert not report.lost
 
 
 def test_a_chunk_with_another_length_is_reported_as_it_is_stored() -> None:

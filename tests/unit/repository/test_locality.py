@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from snapstore.format.index import FRAME_DTYPE
 from snapstore.repository.frames import FrameTable
 from snapstore.repository.locality import AMPLIFICATION_MAX, Locality
 from snapstore.units import KIB, MIB
@@ -22,9 +23,14 @@ class Window(NamedTuple):
 
 def table_of(plain_lengths: list[int]) -> FrameTable:
     frames = FrameTable()
-    if plain_lengths:
-        frames.reserve_frames(np.array(plain_lengths, np.uint32))
+    add_stored(frames, plain_lengths)
     return frames
+
+
+def add_stored(frames: FrameTable, plain_lengths: list[int]) -> None:
+    rows = np.zeros(len(plain_lengths), FRAME_DTYPE)
+    rows["plain_length"] = plain_lengths
+    frames.add_frames(rows, np.zeros(1, np.int64))
 
 
 def rejected(locality: Locality, window: Window) -> list[bool]:
@@ -175,3 +181,21 @@ def test_what_is_not_used_of_the_budget_is_left_for_later() -> None:
 def test_a_window_without_old_chunks(plain_lengths: list[int]) -> None:
     locality = Locality(table_of(plain_lengths))
     assert rejected(locality, Window([], [], 1000)) == []
+
+
+def test_stored_frames_that_are_found_later_count_as_those_known_from_the_start() -> None:
+    """Goal: it makes no difference whether an index was loaded or is looked into during the push.
+
+    Method: the same windows, with all frames known at once, and with some that become known after
+    frames of this push.
+    """
+    at_once = table_of([4 * MIB] * 8)
+    in_time = table_of([4 * MIB] * 2)
+    late = Locality(in_time)
+    in_time.reserve_frames(np.full(3, 4 * MIB, np.uint32))
+    add_stored(in_time, [4 * MIB] * 6)
+    lengths = [4096, 65536, 65536, 4096]
+    expected = rejected(Locality(at_once), Window([0, 2, 3, 7], lengths, MIB))
+    assert rejected(late, Window([0, 5, 6, 10], lengths, MIB)) == expected
+    assert any(expected)
+    assert not any(rejected(late, Window([2, 3, 4, 2], lengths, MIB)))
