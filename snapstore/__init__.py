@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from snapstore.errors import SnapError
+    from snapstore.format.tree import EntryType
     from snapstore.ids import RankId, RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
     from snapstore.options import Compression, Integrity, StoreOptions
     from snapstore.progress import Progress, ProgressCallback
+    from snapstore.repository.file_reader import SnapshotEntry, SnapshotFile
     from snapstore.repository.pull import PullResult
     from snapstore.repository.push import PushResult
     from snapstore.repository.refs import ResolvedRef
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "VERSION",
     "Compression",
+    "EntryType",
     "Integrity",
     "Progress",
     "ProgressCallback",
@@ -38,6 +41,8 @@ __all__ = [
     "ResolvedRef",
     "SnapError",
     "Snapshot",
+    "SnapshotEntry",
+    "SnapshotFile",
     "SnapshotId",
     "SnapshotRef",
     "SnapshotSummary",
@@ -52,6 +57,7 @@ __all__ = [
 # loading all of it would take as long as restoring a small process.
 _HOMES = {
     "SnapError": "snapstore.errors",
+    "EntryType": "snapstore.format.tree",
     "RankId": "snapstore.ids",
     "RefName": "snapstore.ids",
     "SnapshotId": "snapstore.ids",
@@ -62,6 +68,8 @@ _HOMES = {
     "StoreOptions": "snapstore.options",
     "Progress": "snapstore.progress",
     "ProgressCallback": "snapstore.progress",
+    "SnapshotEntry": "snapstore.repository.file_reader",
+    "SnapshotFile": "snapstore.repository.file_reader",
     "PullResult": "snapstore.repository.pull",
     "PushResult": "snapstore.repository.push",
     "ResolvedRef": "snapstore.repository.refs",

@@ -14,6 +14,7 @@ __all__ = ["STORE_URL_VARIABLE", "Compression", "Integrity", "StoreOptions", "st
 STORE_URL_VARIABLE = "SNAPSTORE_URL"
 
 MEMORY_BYTES_DEFAULT = 1 * GIB
+CACHE_BYTES_DEFAULT = 64 * MIB
 MEMORY_BYTES_MIN = 192 * MIB
 """Two packs being written, three segments being cut, and the interpreter with its libraries."""
 
@@ -42,13 +43,16 @@ class StoreOptions:
         memory_bytes: What push and pull may hold in buffers and tables, whatever the snapshot.
         threads: Threads that read, hash, code and write; 0 means one per usable core.
         compression: Effort spent on frames.
-        integrity: What pull checks.
+        integrity: What is checked of what is pulled or read.
+        cache_bytes: Decoded frames kept for files that are read in place, by all of them together
+            and besides `memory_bytes`; 0 keeps none.
     """
 
     memory_bytes: int = MEMORY_BYTES_DEFAULT
     threads: int = 0
     compression: Compression = Compression.AUTO
     integrity: Integrity = Integrity.STRONG
+    cache_bytes: int = CACHE_BYTES_DEFAULT
 
     def __post_init__(self) -> None:
         if self.memory_bytes < MEMORY_BYTES_MIN:
@@ -59,6 +63,11 @@ class StoreOptions:
         if self.threads < 0:
             raise UsageError(
                 f"cannot work with {self.threads} threads", next_step="give 0 for one per core"
+            )
+
+        if self.cache_bytes < 0:
+            raise UsageError(
+                f"cannot keep {self.cache_bytes} bytes", next_step="give 0 to keep nothing"
             )
 
     @property
