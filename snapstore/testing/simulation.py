@@ -337,7 +337,8 @@ def _contents(tree: Path) -> set[tuple[int, int]]:
 
 def _make_trees(folder: Path, rng: random.Random) -> list[Path]:
     """Make trees of ranks whose files are drawn from one set, so that they share some."""
-    contents = [rng.randbytes(rng.randrange(20 * KIB, 160 * KIB)) for _ in range(_FILES)]
+    # Smaller ones share a stream with others, and then chunks too.
+    contents = [rng.randbytes(rng.randrange(65 * KIB, 160 * KIB)) for _ in range(_FILES)]
     trees = []
     for number in range(_TREES):
         tree = folder / str(number)
@@ -346,7 +347,8 @@ def _make_trees(folder: Path, rng: random.Random) -> list[Path]:
             place = tree / rng.choice(("rank-0", "rank-1", "."))
             place.mkdir(exist_ok=True)
             (place / f"file-{index}.bin").write_bytes(contents[index])
-        (tree / "zeros").write_bytes(bytes(rng.randrange(200 * KIB)))
+        # Whole pages: what is too short to be left out would be new in each tree.
+        (tree / "zeros").write_bytes(bytes(256 * KIB))
         (tree / "link").symlink_to("zeros")
         for path in [*tree.rglob("*"), tree]:
             os.utime(path, ns=(10**18, 10**18 + number), follow_symlinks=False)
