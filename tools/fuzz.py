@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import shutil
+import subprocess
 import sys
 import tempfile
 from base64 import b64decode
@@ -107,13 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("atheris is not installed")
     if given.parser is None:
         parser.error("which parser? --list names them")
-    folder = given.corpus or Path(tempfile.mkdtemp(prefix="snapstore-fuzz-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        fuzz(given.parser, seconds=given.seconds, corpus=folder, seed=given.seed)
-    finally:
-        if given.corpus is None:
-            shutil.rmtree(folder, ignore_errors=True)
+    if given.corpus is None:
+        if given.parser not in target_names():
+            parser.error(f"no parser {given.parser!r}; --list names them")
+        # The fuzzer ends its process without coming back, so another one has to tidy up.
+        with tempfile.TemporaryDirectory(prefix="snapstore-fuzz-") as folder:
+            command = [sys.executable, "-m", "tools.fuzz", given.parser, "--corpus", folder]
+            command += ["--seconds", str(given.seconds), "--seed", str(given.seed)]
+            return subprocess.run(command, check=False).returncode  # noqa: S603 - ourselves
+    given.corpus.mkdir(parents=True, exist_ok=True)
+    fuzz(given.parser, seconds=given.seconds, corpus=given.corpus, seed=given.seed)
     return 0
 
 
