@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from snapstore.errors import SnapError
+    from snapstore.format.tree import EntryType
     from snapstore.ids import RankId, RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
     from snapstore.options import Compression, Integrity, StoreOptions
     from snapstore.progress import Progress, ProgressCallback
     from snapstore.repository.diff import DiffBytes, SnapshotDiff, StreamDiff
+    from snapstore.repository.file_reader import SnapshotEntry, SnapshotFile
     from snapstore.repository.pull import PullResult
     from snapstore.repository.push import PushResult
     from snapstore.repository.refs import NameGeneration, ResolvedRef
@@ -32,6 +34,7 @@ __all__ = [
     "VERSION",
     "Compression",
     "DiffBytes",
+    "EntryType",
     "Freed",
     "Integrity",
     "NameGeneration",
@@ -49,6 +52,8 @@ __all__ = [
     "SnapError",
     "Snapshot",
     "SnapshotDiff",
+    "SnapshotEntry",
+    "SnapshotFile",
     "SnapshotId",
     "SnapshotRef",
     "SnapshotSummary",
@@ -65,6 +70,7 @@ __all__ = [
 # loading all of it would take as long as restoring a small process.
 _HOMES = {
     "SnapError": "snapstore.errors",
+    "EntryType": "snapstore.format.tree",
     "RankId": "snapstore.ids",
     "RefName": "snapstore.ids",
     "SnapshotId": "snapstore.ids",
@@ -78,6 +84,8 @@ _HOMES = {
     "DiffBytes": "snapstore.repository.diff",
     "SnapshotDiff": "snapstore.repository.diff",
     "StreamDiff": "snapstore.repository.diff",
+    "SnapshotEntry": "snapstore.repository.file_reader",
+    "SnapshotFile": "snapstore.repository.file_reader",
     "PullResult": "snapstore.repository.pull",
     "PushResult": "snapstore.repository.push",
     "ResolvedRef": "snapstore.repository.refs",

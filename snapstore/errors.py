@@ -16,8 +16,8 @@
     │    DigestMismatch · MissingChunk · MissingPack · DanglingRef
     ├─ ConcurrencyError        somebody else decided first (exit 6)
     │    LeaseLost · RefConflict
-    ├─ LookupFailed            the name or id is not in this store (exit 3)
-    │    StoreNotFound · SnapshotNotFound · RefNotFound
+    ├─ LookupFailed            the name, id or path is not in this store (exit 3)
+    │    StoreNotFound · SnapshotNotFound · RefNotFound · PathNotFound
     ├─ PolicyRefused           policy, signature or hardware says no (exit 7)
     └─ Interrupted             the caller asked to stop (exit 130)
 
@@ -50,6 +50,7 @@ __all__ = [
     "ObjectExists",
     "ObjectNotFound",
     "OutOfSpace",
+    "PathNotFound",
     "PolicyRefused",
     "RangeNotSatisfiable",
     "RefConflict",
@@ -225,7 +226,7 @@ class RefConflict(ConcurrencyError):
 
 
 class LookupFailed(SnapError):
-    """The name or id is not in this store."""
+    """The name, id or path is not in this store."""
 
     exit_code = 3
 
@@ -240,6 +241,10 @@ class SnapshotNotFound(LookupFailed):
 
 class RefNotFound(LookupFailed):
     """No snapshot has this name and tag."""
+
+
+class PathNotFound(LookupFailed):
+    """The snapshot has no such path."""
 
 
 class PolicyRefused(SnapError):

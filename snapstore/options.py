@@ -22,6 +22,7 @@ __all__ = [
 STORE_URL_VARIABLE = "SNAPSTORE_URL"
 
 MEMORY_BYTES_DEFAULT = 1 * GIB
+CACHE_BYTES_DEFAULT = 64 * MIB
 MEMORY_BYTES_MIN = 192 * MIB
 """Two packs being written, three segments being cut, and the interpreter with its libraries."""
 
@@ -53,7 +54,9 @@ class StoreOptions:
         memory_bytes: What push and pull may hold in buffers and tables, whatever the snapshot.
         threads: Threads that read, hash, code and write; 0 means one per usable core.
         compression: Effort spent on frames.
-        integrity: What pull checks.
+        integrity: What is checked of what is pulled or read.
+        cache_bytes: Decoded frames kept for files that are read in place, by all of them together
+            and besides `memory_bytes`; 0 keeps none.
         index_cache: Where this machine keeps checksums of large indexes, and copies of those of
             remote stores; by default below the user's cache directory.
         index_cache_bytes: What that may take; 0 for no cache.
@@ -65,6 +68,7 @@ class StoreOptions:
     integrity: Integrity = Integrity.STRONG
     index_cache: Path | None = None
     index_cache_bytes: int = INDEX_CACHE_BYTES_DEFAULT
+    cache_bytes: int = CACHE_BYTES_DEFAULT
 
     def __post_init__(self) -> None:
         if self.memory_bytes < MEMORY_BYTES_MIN:
@@ -80,6 +84,11 @@ class StoreOptions:
             raise UsageError(
                 f"an index cache of {self.index_cache_bytes} bytes cannot be",
                 next_step="give 0 for none",
+            )
+
+        if self.cache_bytes < 0:
+            raise UsageError(
+                f"cannot keep {self.cache_bytes} bytes", next_step="give 0 to keep nothing"
             )
 
     @property

@@ -19,6 +19,7 @@ NOT_EXPORTED = {
     "Backend": "made by `open_store` and `init_store` only",
     "Clock": "public in `snapstore.clock`; only tests bring their own",
     "CodecSummary": "a part of `SnapshotSummary`, read through its attributes",
+    "FrameCache": "made by the store, which bounds it by `StoreOptions.cache_bytes`",
     "IngestTotals": "a part of `PushResult`, read through its attributes",
     "LoadedRank": "what `Snapshot.rank` gives, read through its attributes",
     "PackerTotals": "a part of `PushResult`, read through its attributes",

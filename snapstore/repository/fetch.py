@@ -12,18 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-import xxhash
-
-from snapstore.backend.base import Backend, ObjectKind
-from snapstore.backend.layout import key_of
-from snapstore.compression import Codec, decode_frame
-from snapstore.errors import DigestMismatch, MissingPack, ObjectNotFound, RangeNotSatisfiable
+from snapstore.compression import decode_frame
 from snapstore.format import limits
 from snapstore.repository.buffers import BufferPool
-from snapstore.repository.objects import about
 from snapstore.repository.read_plan import Destination, PlannedFrame, ReadPlan, ReadUnit
+from snapstore.repository.stored_frames import FrameErrors, check_stored, is_stored_raw, read_unit
 
 if TYPE_CHECKING:
+    from snapstore.backend.base import Backend
     from snapstore.repository.verifier import ChunkVerifier
 
 __all__ = ["fetch_plan"]
@@ -114,27 +110,16 @@ class _Fetch:
     def _read(self, unit: ReadUnit) -> None:
         with self._stored.borrowed() as buffer:
             stored = buffer[: unit.length].data
-            try:
-                self._backend.get_range(ObjectKind.PACK, unit.pack.hex, unit.offset, stored)
-            except (ObjectNotFound, RangeNotSatisfiable) as error:
-                raise MissingPack(
-                    f"pack {unit.pack.short} is gone or cut short, at offset {unit.offset}",
-                    next_step="if somebody removed data meanwhile, pull again; else push the same "
-                    "tree again, which sends what is missing",
-                ) from error
-            # Once per read: looking names up costs as much as checking a small frame.
-            key = key_of(ObjectKind.PACK, unit.pack.hex)
-            step = f"move {key} away and push the same tree again, or pull another snapshot"
+            read_unit(self._backend, unit, stored)
+            errors = FrameErrors(unit.pack)
             for frame in self._plan.frames_of(unit):
-                what = f"frame at offset {frame.offset} of pack {unit.pack.short}"
-                with about(what, next_step=step):
+                with errors.about(frame):
                     self._frame(frame, stored[frame.offset - unit.offset :])
 
     def _frame(self, frame: PlannedFrame, stored: memoryview) -> None:
         data = stored[: frame.stored_length]
-        if xxhash.xxh3_128_digest(data) != frame.checksum:
-            raise DigestMismatch("damaged, its checksum differs")
-        if frame.codec == Codec.RAW and len(data) == frame.plain_length:
+        check_stored(frame, data)
+        if is_stored_raw(frame):
             self._distribute(frame.row, data)
             return
         with self._decoded.borrowed() as buffer:

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
     from snapstore.format.tables import Rows
 
-__all__ = ["Destination", "ReadPlan", "ReadUnit", "plan_reads"]
+__all__ = [
+    "Destination",
+    "PlannedFrame",
+    "ReadPlan",
+    "ReadUnit",
+    "join_reads",
+    "plan_reads",
+    "planned_frames",
+]
 
 _GAP_BYTES_MAX = 64 * KIB
 """A gap up to this size is read along: cheaper than another request."""
@@ -111,15 +119,20 @@ class ReadPlan:
 
     def frames_of(self, unit: ReadUnit) -> Iterator[PlannedFrame]:
         """The frames of one read, in order of their offsets."""
-        rows = self.frames[unit.first : unit.last]
-        columns = (rows[name].tolist() for name in PlannedFrame._fields[1:])
-        return map(PlannedFrame, itertools.count(unit.first), *columns)
+        return planned_frames(self.frames, unit)
 
     def destinations(self, frame: int) -> Iterator[Destination]:
         """Where the bytes of a frame (a row of `frames`) belong."""
         rows = self._segments[self._first[frame] : self._first[frame + 1]]
         for source, stream, start, length, _, offset in rows.tolist():
             yield Destination(source, stream, start, length, offset)
+
+
+def planned_frames(frames: Rows, unit: ReadUnit) -> Iterator[PlannedFrame]:
+    """The frames of one read of `join_reads`, in order of their offsets."""
+    rows = frames[unit.first : unit.last]
+    columns = (rows[name].tolist() for name in PlannedFrame._fields[1:])
+    return map(PlannedFrame, itertools.count(unit.first), *columns)
 
 
 def plan_reads(layouts: Sequence[LayoutTables], *, read_bytes_max: int) -> ReadPlan:
@@ -145,7 +158,7 @@ def plan_reads(layouts: Sequence[LayoutTables], *, read_bytes_max: int) -> ReadP
     segments["frame"] = row_of[segments["frame"]]
     segments = segments[np.argsort(segments["frame"], kind="stable")]
     packs = table.pack_rows(np.arange(int(frames["pack"].max()) + 1 if len(frames) else 0))
-    return ReadPlan(_units(frames, packs, read_bytes_max), frames, segments)
+    return ReadPlan(join_reads(frames, packs, read_bytes_max=read_bytes_max), frames, segments)
 
 
 def _segments_of(source: int, layout: LayoutTables, first_frame: int) -> Rows:
@@ -167,8 +180,8 @@ def _segments_of(source: int, layout: LayoutTables, first_frame: int) -> Rows:
     return rows
 
 
-def _units(frames: Rows, packs: Rows, read_bytes_max: int) -> list[ReadUnit]:
-    """Join neighbouring frames into reads."""
+def join_reads(frames: Rows, packs: Rows, *, read_bytes_max: int) -> list[ReadUnit]:
+    """Join neighbouring frames into reads; `frames` are in order of pack and offset."""
     units: list[ReadUnit] = []
     begins = frames["offset"].astype(np.int64).tolist()
     ends = (frames["offset"] + frames["stored_length"]).astype(np.int64).tolist()

@@ -6,7 +6,6 @@ Nothing here reads data. Reading order and fallbacks follow `format_spec/SEMANTI
 from __future__ import annotations
 
 import dataclasses
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from snapstore.backend.base import Backend, ObjectKind
@@ -29,17 +28,21 @@ from snapstore.format import rank as rank_format
 from snapstore.format.envelope import LAYOUT_MAGIC, RANK_MAGIC, parse_header
 from snapstore.format.snapshot import RankEntry, RootManifest, decode_snapshot
 from snapstore.ids import RankId, SnapshotId
+from snapstore.options import StoreOptions
 from snapstore.repository.chains import generation_numbers
 from snapstore.repository.layouts import derive_layout
+from snapstore.repository.lazy import lazy
 from snapstore.repository.objects import EnvelopeReader, about, read_object
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from snapstore.format.rank import RankNumber
     from snapstore.format.tables import Rows
     from snapstore.format.tree import TreeEntry
+    from snapstore.repository.file_reader import SnapshotEntry, SnapshotFile, SnapshotFiles
+    from snapstore.repository.frame_cache import FrameCache
 
 __all__ = ["LoadedRank", "Snapshot", "load_snapshot"]
 
@@ -74,7 +77,7 @@ class LoadedRank:
         """Its number, or `host`."""
         return self.entry.rank
 
-    @cached_property
+    @lazy
     def meta(self) -> rank_format.RankMeta:
         """Streams and placement."""
         with self._about():
@@ -86,7 +89,7 @@ class LoadedRank:
                 raise Malformed(f"{len(self.streams)} streams, but META has {len(meta.streams)}")
             return meta
 
-    @cached_property
+    @lazy
     def streams(self) -> Rows:
         """The stream table."""
         limit_bytes = limits.RANK_STREAMS_MAX * limits.STREAM_ROW_BYTES
@@ -94,7 +97,7 @@ class LoadedRank:
             data = self._reader.section(b"STRM", limit_bytes=limit_bytes)
             return rank_format.parse_streams(data)
 
-    @cached_property
+    @lazy
     def tree(self) -> list[TreeEntry]:
         """The file tree."""
         with self._about():
@@ -109,7 +112,7 @@ class LoadedRank:
             data = self._reader.section(b"XTNT", limit_bytes=limits.RANK_BYTES_MAX)
             return rank_format.parse_extents(data, self.streams)
 
-    @cached_property
+    @lazy
     def layout(self) -> layout_format.LayoutTables:
         """The newest layout that can be read, else one derived from the indexes.
 
@@ -160,13 +163,75 @@ class LoadedRank:
         return about(f"rank {self.entry.rank}", next_step=step)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A snapshot whose root manifest was read and checked."""
+    """A snapshot whose root manifest was read and checked. Thread-safe.
+
+    Attributes:
+        id: Which.
+        manifest: When it was taken, of what, and its ranks.
+        backend: Where it is.
+        options: What is checked when files of it are read.
+        cache: Decoded frames of files that are read; the store's snapshots share one.
+    """
 
     id: SnapshotId
     manifest: RootManifest
     backend: Backend
+    options: StoreOptions = dataclasses.field(
+        default_factory=StoreOptions, repr=False, compare=False
+    )
+    cache: FrameCache | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def walk(self) -> Iterator[SnapshotEntry]:
+        """Give all paths of the tree as it was pushed, the root first.
+
+        Raises:
+            FormatError: The trees of the ranks are not what a pull would recreate.
+            IntegrityError: They are damaged or gone.
+        """
+        return self._files.walk()
+
+    def entry(self, path: str | bytes) -> SnapshotEntry:
+        """Look one path up; symbolic links are not followed.
+
+        Raises:
+            PathNotFound: There is none.
+        """
+        return self._files.entry(path)
+
+    def resolve(self, path: str | bytes) -> SnapshotEntry:
+        """Look one path up, following symbolic links that stay within the snapshot.
+
+        Raises:
+            PathNotFound: There is none, or a link leads out of the snapshot or in a circle.
+        """
+        return self._files.resolve(path)
+
+    def open(self, path: str | bytes) -> SnapshotFile:
+        """Open a file for reading; symbolic links within the snapshot are followed.
+
+        Nothing is recreated on disk: what is read is fetched, checked as `pull` does, and kept in
+        a bounded cache. The store must stay open.
+
+        Args:
+            path: From the root of the tree as it was pushed, without a slash at its start.
+
+        Raises:
+            PathNotFound: There is none.
+            UsageError: It is a directory.
+        """
+        return self._files.open(path)
+
+    @lazy
+    def _files(self) -> SnapshotFiles:
+        from snapstore.repository.file_reader import SnapshotFiles
+        from snapstore.repository.frame_cache import FrameCache
+
+        cache = self.cache
+        if cache is None:
+            cache = FrameCache(budget_bytes=self.options.cache_bytes)
+        return SnapshotFiles(self, self.ranks(), cache, integrity=self.options.integrity)
 
     def rank(self, number: RankNumber) -> LoadedRank:
         """Load one rank.
@@ -188,13 +253,22 @@ class Snapshot:
         return [self.rank(number) for number in dict.fromkeys(wanted)]
 
 
-def load_snapshot(backend: Backend, snapshot: SnapshotId, *, named: str = "") -> Snapshot:
+def load_snapshot(
+    backend: Backend,
+    snapshot: SnapshotId,
+    *,
+    named: str = "",
+    options: StoreOptions | None = None,
+    cache: FrameCache | None = None,
+) -> Snapshot:
     """Read a root manifest and check that it is what its id says.
 
     Args:
         backend: The store.
         snapshot: Which.
         named: The ref that points to it, for messages; without one the user gave the id.
+        options: For reading its files.
+        cache: For reading its files; without one the snapshot makes its own.
 
     Raises:
         SnapshotNotFound: There is none of that id.
@@ -218,7 +292,8 @@ def load_snapshot(backend: Backend, snapshot: SnapshotId, *, named: str = "") ->
             next_step="push the same tree again, or pull another snapshot",
         )
     with about(f"snapshot {snapshot.short}", next_step="pull another snapshot"):
-        return Snapshot(snapshot, decode_snapshot(data), backend)
+        manifest = decode_snapshot(data)
+    return Snapshot(snapshot, manifest, backend, options or StoreOptions(), cache)
 
 
 def _same_lengths(one: Rows, other: Rows) -> bool:

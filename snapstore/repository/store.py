@@ -30,6 +30,7 @@ from snapstore.format.config import StoreConfig, decode_config, encode_config
 from snapstore.ids import RefName, SnapshotRef, parse_snapshot_ref
 from snapstore.options import StoreOptions
 from snapstore.progress import ProgressCallback, ProgressMeter
+from snapstore.repository.frame_cache import FrameCache
 from snapstore.repository.objects import read_object
 from snapstore.repository.refs import ResolvedRef, list_refs, resolve_ref
 from snapstore.repository.snapshot import Snapshot, load_snapshot
@@ -63,6 +64,7 @@ class Store:
         self._backend = backend
         self._options = options
         self._clock = clock
+        self._frame_cache = FrameCache(budget_bytes=options.cache_bytes)
         self.config = config
 
     @property
@@ -166,10 +168,18 @@ class Store:
             IntegrityError: It is damaged.
         """
         wanted = _snapshot_ref(name)
-        if wanted.snapshot is not None:
-            return load_snapshot(self._backend, wanted.snapshot)
-        found = resolve_ref(self._backend, wanted.ref)
-        return load_snapshot(self._backend, found.snapshot, named=str(wanted))
+        named = ""
+        snapshot = wanted.snapshot
+        if snapshot is None:
+            named = str(wanted)
+            snapshot = resolve_ref(self._backend, wanted.ref).snapshot
+        return load_snapshot(
+            self._backend,
+            snapshot,
+            named=named,
+            options=self._options,
+            cache=self._frame_cache,
+        )
 
     def list(
         self, prefix: str = "", *, damaged: Callable[[RefName, SnapError], None] | None = None

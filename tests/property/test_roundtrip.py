@@ -429,3 +429,30 @@ def test_the_writer_of_this_test_finds_what_differs(tmp_path: Path) -> None:
     written(tmp_path / "same", nodes)
     same_trees(tmp_path / "one", tmp_path / "same")
     assert scan_tree(tmp_path / "one").size_bytes == 9000
+
+
+# -- in place -------------------------------------------------------------------------------------
+
+
+@few
+@given(trees(), st.data())
+def test_what_is_read_in_place_is_what_was_pushed(nodes: list[Node], data: st.DataObject) -> None:
+    """Any range of any file, without pulling it; the cache may be too small for one frame."""
+    with folder() as place:
+        source = written(place / "source", nodes)
+        cache_bytes = data.draw(st.sampled_from([0, 100 * KIB, 64 * MIB]))
+        store = new_store(snapstore.StoreOptions(threads=2, cache_bytes=cache_bytes))
+        store.push(source, "a")
+        snapshot = store.snapshot("a")
+        found = {entry.path: entry for entry in snapshot.walk()}
+        assert set(found) == set(read_tree(source))
+        for path, entry in found.items():
+            if not entry.is_file:
+                continue
+            content = (source / os.fsdecode(path)).read_bytes()
+            file = snapshot.open(path)
+            assert file.size_bytes == len(content)
+            offset = data.draw(st.integers(0, len(content) + 1))
+            size = data.draw(st.integers(0, len(content) + 1))
+            assert file.read_at(offset, size) == content[offset : offset + size]
+            assert file.read() == content

@@ -1,0 +1,317 @@
+"""The files of one snapshot, to be looked at and read in place, without recreating the tree.
+
+What a pull refuses is refused here too: the trees of the ranks must make one tree that leads
+nowhere outside itself. Tables of a rank are loaded when the first file of it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from snapstore.errors import PathNotFound, UsageError
+from snapstore.format.tree import EntryType, TreeEntry
+from snapstore.fstree import show_path
+from snapstore.repository.memory import READ_BYTES
+from snapstore.repository.objects import about
+from snapstore.repository.stream_reader import StreamReader
+from snapstore.target.checks import checked_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Buffer
+
+    from snapstore.format.rank import RankNumber
+    from snapstore.options import Integrity
+    from snapstore.repository.frame_cache import FrameCache
+    from snapstore.repository.snapshot import LoadedRank, Snapshot
+
+__all__ = ["SnapshotEntry", "SnapshotFile", "SnapshotFiles"]
+
+_LINKS_MAX = 40
+"""Symbolic links followed on the way to one file, as many as Linux follows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotEntry:
+    """One path of a snapshot.
+
+    Attributes:
+        path: Relative, raw bytes, components joined by `/`; empty for the root.
+        type: What the path is. A hard link is a further name of a file, with its size.
+        rank: Whose manifest has it; of several, for a directory, the first.
+        size_bytes: Length of a file; 0 for directories and symbolic links.
+        mode: The 12 permission bits.
+        uid: Owner.
+        gid: Group.
+        mtime_ns: Modification time in nanoseconds since the epoch; may be negative.
+        xattrs: Extended attributes, sorted by name.
+        target: What a symbolic link says, or the first name of a hard link's file.
+    """
+
+    path: bytes
+    type: EntryType
+    rank: RankNumber
+    size_bytes: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    xattrs: tuple[tuple[bytes, bytes], ...]
+    target: bytes
+
+    @property
+    def name(self) -> str:
+        """The path as text, in the way of `os.fsdecode`."""
+        return os.fsdecode(self.path)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it has bytes to read."""
+        return self.type in {EntryType.FILE, EntryType.HARDLINK}
+
+
+class SnapshotFiles:
+    """The merged tree of some ranks. Thread-safe."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        ranks: list[LoadedRank],
+        cache: FrameCache,
+        *,
+        integrity: Integrity,
+    ) -> None:
+        """Read the trees.
+
+        Raises:
+            FormatError: They are not what a pull would recreate.
+        """
+        self._snapshot = snapshot
+        self._ranks = ranks
+        self._cache = cache
+        self._integrity = integrity
+        self._lock = threading.Lock()
+        self._readers: dict[int, StreamReader] = {}
+        self._rank_of: dict[bytes, int] = {}
+        for number, rank in enumerate(ranks):
+            assert rank.meta.rank == rank.number, rank.number  # and refused by then if it is not
+            for entry in rank.tree:
+                self._rank_of.setdefault(entry.path, number)
+        with about(f"snapshot {snapshot.id.short}", next_step="open another snapshot"):
+            self._entries = checked_entries(entry for rank in ranks for entry in rank.tree)
+
+    def walk(self) -> Iterator[SnapshotEntry]:
+        """Give all paths in the order of their bytes, the root first."""
+        return map(self._public, self._entries.values())
+
+    def entry(self, path: str | bytes) -> SnapshotEntry:
+        """Look a path up, following no symbolic link.
+
+        Raises:
+            PathNotFound: There is none.
+        """
+        raw = os.fsencode(path)
+        found = self._entries.get(raw)
+        if found is None:
+            raise self._missing(raw)
+        return self._public(found)
+
+    def resolve(self, path: str | bytes) -> SnapshotEntry:
+        """Look a path up, following symbolic links within the snapshot.
+
+        Raises:
+            PathNotFound: There is none, or a link leads out of the snapshot or in a circle.
+        """
+        asked = os.fsencode(path)
+        todo = asked.split(b"/")[::-1] if asked else []
+        at = b""
+        links = 0
+        while todo:
+            name = todo.pop()
+            if name == b"..":
+                if not at:
+                    raise self._missing(asked)
+                at = at.rpartition(b"/")[0]
+                continue
+            if name in {b"", b"."}:
+                continue
+            below = at + b"/" + name if at else name
+            entry = self._entries.get(below)
+            if entry is None:
+                raise self._missing(asked)
+            if entry.type is EntryType.SYMLINK:
+                links += 1
+                if links > _LINKS_MAX or entry.target.startswith(b"/"):
+                    raise self._missing(asked)
+                todo += entry.target.split(b"/")[::-1]
+            else:
+                at = below
+                if todo and entry.type is not EntryType.DIRECTORY:
+                    raise self._missing(asked)
+        return self._public(self._entries[at])
+
+    def open(self, path: str | bytes) -> SnapshotFile:
+        """Open a file for reading; symbolic links within the snapshot are followed.
+
+        Raises:
+            PathNotFound: There is none.
+            UsageError: It is a directory.
+        """
+        entry = self.resolve(path)
+        if not entry.is_file:
+            raise UsageError(
+                f"{show_path(entry.path)} is a directory of snapshot {self._snapshot.id.short}",
+                next_step="open one of the files below it",
+            )
+        return SnapshotFile(self, entry)
+
+    def read_into(self, entry: SnapshotEntry, offset: int, into: memoryview) -> int:
+        """Fill `into` with a file's bytes from `offset` on; returns how many, fewer at its end.
+
+        Raises:
+            IntegrityError: Bytes are damaged or gone; the content of `into` is undefined.
+        """
+        file = self._first_name(self._entries[entry.path])
+        count = max(0, min(into.nbytes, file.size_bytes - offset))
+        if count:
+            reader = self._reader(self._rank_of[file.path])
+            reader.read_into(file.stream, file.offset + offset, into[:count])
+        return count
+
+    def _reader(self, number: int) -> StreamReader:
+        # Under the lock: loading the tables of a rank twice would cost twice their memory.
+        with self._lock:
+            reader = self._readers.get(number)
+            if reader is None:
+                reader = self._readers[number] = StreamReader(
+                    self._snapshot.backend,
+                    self._ranks[number],
+                    self._cache,
+                    integrity=self._integrity,
+                    read_bytes_max=READ_BYTES,
+                )
+            return reader
+
+    def _first_name(self, entry: TreeEntry) -> TreeEntry:
+        return self._entries[entry.target] if entry.type is EntryType.HARDLINK else entry
+
+    def _public(self, entry: TreeEntry) -> SnapshotEntry:
+        file = self._first_name(entry)
+        return SnapshotEntry(
+            path=entry.path,
+            type=entry.type,
+            rank=self._ranks[self._rank_of[entry.path]].number,
+            size_bytes=file.size_bytes,
+            mode=file.mode,
+            uid=file.uid,
+            gid=file.gid,
+            mtime_ns=file.mtime_ns,
+            xattrs=file.xattrs,
+            target=entry.target,
+        )
+
+    def _missing(self, path: bytes) -> PathNotFound:
+        return PathNotFound(
+            f"snapshot {self._snapshot.id.short} has no {show_path(path)}",
+            next_step="Snapshot.walk() lists what there is; paths have no slash at their start",
+        )
+
+
+class SnapshotFile(io.RawIOBase):
+    """A file of a snapshot, open for reading: seekable, unbuffered, checked before it is given.
+
+    `read_at` is safe from several threads at once; reading from the position, as `read` does, is
+    one thread's at a time. For many small reads put an `io.BufferedReader` around it.
+    """
+
+    def __init__(self, files: SnapshotFiles, entry: SnapshotEntry) -> None:
+        super().__init__()
+        self._files = files
+        self._position = 0
+        self.entry = entry
+
+    @property
+    def name(self) -> str:
+        """The path in the snapshot."""
+        return self.entry.name
+
+    @property
+    def mode(self) -> str:
+        """Always for reading bytes."""
+        return "rb"
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file."""
+        return self.entry.size_bytes
+
+    def read_at(self, offset: int, size_bytes: int) -> bytes:
+        """Read a range; fewer bytes than asked only at the end of the file. Thread-safe.
+
+        Raises:
+            IntegrityError: Bytes are damaged or gone.
+        """
+        self._require_open()
+        if offset < 0 or size_bytes < 0:
+            raise ValueError(f"not a range: {size_bytes} bytes at {offset}")
+        data = bytearray(max(0, min(size_bytes, self.size_bytes - offset)))
+        self._files.read_into(self.entry, offset, memoryview(data))
+        return bytes(data)
+
+    @override
+    def readable(self) -> bool:
+        """Yes."""
+        self._require_open()
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        """Yes."""
+        self._require_open()
+        return True
+
+    @override
+    def readinto(self, buffer: Buffer, /) -> int:
+        """Fill a buffer from the position on, fewer bytes only at the end of the file."""
+        self._require_open()
+        with memoryview(buffer) as view, view.cast("B") as into:
+            count = self._files.read_into(self.entry, self._position, into)
+        self._position += count
+        return count
+
+    @override
+    def readall(self) -> bytes:
+        """Read all from the position on."""
+        data = self.read_at(self._position, max(0, self.size_bytes - self._position))
+        self._position += len(data)
+        return data
+
+    @override
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move the position, also beyond the end, where there is nothing to read."""
+        self._require_open()
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size_bytes}
+        if whence not in base:
+            raise ValueError(f"not a place to seek from: {whence}")
+        position = base[whence] + offset
+        if position < 0:
+            raise ValueError(f"cannot seek to {position}")
+        self._position = position
+        return position
+
+    @override
+    def tell(self) -> int:
+        """The position."""
+        self._require_open()
+        return self._position
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")

@@ -1,0 +1,67 @@
+"""Getting frames out of packs: one ranged read, and what has to be right before bytes are used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.layout import key_of
+from snapstore.compression import Codec
+from snapstore.errors import DigestMismatch, MissingPack, ObjectNotFound, RangeNotSatisfiable
+from snapstore.repository.objects import about
+
+if TYPE_CHECKING:
+    import contextlib
+
+    from snapstore.ids import PackId
+    from snapstore.repository.read_plan import PlannedFrame, ReadUnit
+
+__all__ = ["FrameErrors", "check_stored", "is_stored_raw", "read_unit"]
+
+
+def read_unit(backend: Backend, unit: ReadUnit, into: memoryview) -> None:
+    """Fetch neighbouring frames; `into` has the length of the read.
+
+    Raises:
+        MissingPack: The pack is gone, or shorter than it should be.
+    """
+    try:
+        backend.get_range(ObjectKind.PACK, unit.pack.hex, unit.offset, into)
+    except (ObjectNotFound, RangeNotSatisfiable) as error:
+        raise MissingPack(
+            f"pack {unit.pack.short} is gone or cut short, at offset {unit.offset}",
+            next_step="if somebody removed data meanwhile, pull again; else push the same "
+            "tree again, which sends what is missing",
+        ) from error
+
+
+def check_stored(frame: PlannedFrame, data: memoryview) -> None:
+    """Check the stored bytes of a frame.
+
+    Raises:
+        DigestMismatch: They are not those that were written.
+    """
+    if xxhash.xxh3_128_digest(data) != frame.checksum:
+        raise DigestMismatch("damaged, its checksum differs")
+
+
+def is_stored_raw(frame: PlannedFrame) -> bool:
+    """Whether the stored bytes are the decoded ones; what only claims to be so must be decoded."""
+    return frame.codec == Codec.RAW and frame.stored_length == frame.plain_length
+
+
+class FrameErrors:
+    """Lets what is wrong with a frame of one pack say which frame it is, and what to do."""
+
+    def __init__(self, pack: PackId) -> None:
+        # Once per read: looking names up costs as much as checking a small frame.
+        self._pack = pack.short
+        key = key_of(ObjectKind.PACK, pack.hex)
+        self._step = f"move {key} away and push the same tree again, or pull another snapshot"
+
+    def about(self, frame: PlannedFrame) -> contextlib.AbstractContextManager[None]:
+        """Say which frame errors are about meanwhile."""
+        what = f"frame at offset {frame.offset} of pack {self._pack}"
+        return about(what, next_step=self._step)
