@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def fuzz(name: str, *, seconds: int, corpus: Path, seed: int) -> None:
     options = [
         f"-max_total_time={seconds}",
         f"-max_len={INPUT_BYTES_MAX}",
-        f"-rss_limit_mb={MEMORY_MIB_MAX}",
+        f"-rss_limit_mb={_peak_mib() + MEMORY_MIB_MAX}",
         f"-timeout={HANG_S}",
         f"-seed={seed}",
         f"-artifact_prefix={tempfile.gettempdir()}/snapstore-fuzz-{name}-",
@@ -89,6 +90,11 @@ def fuzz(name: str, *, seconds: int, corpus: Path, seed: int) -> None:
     ]
     atheris.Setup([sys.argv[0], *options], TARGETS[name].run_caught)
     atheris.Fuzz()
+
+
+def _peak_mib() -> int:
+    """The peak so far, which a process takes over from the one that started it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -121,6 +121,12 @@ def _sealed(kind: str, parse: Callable[[bytes], object]) -> Target:
     return Target(run=run, vectors=kind, from_vector=from_vector)
 
 
+def _shape(data: bytes) -> None:
+    """What is known of an index of which only the header was read."""
+    whole = envelope.parse_header(data, magic=envelope.INDEX_MAGIC, object_length=len(data))
+    index.parse_shape(whole)
+
+
 def _bucket(data: bytes) -> None:
     rows = as_rows(data, index.CHUNK_DTYPE, what="bucket", rows_max=1 << 16)
     index.check_bucket(rows, bucket=0, bits=1, frame_count=4)
@@ -272,6 +278,7 @@ TARGETS: dict[str, Target] = {
         "pack-footer", lambda data: pack.parse_footer(data, footer_offset=_FOOTER_OFFSET)
     ),
     "index": _sealed("index", index.parse_index),
+    "index-shape": _sealed("index", _shape),
     "index-bucket": Target(run=_bucket, seeds=(b"", _ROW, _ROW + bytes(31) + b"\1" + _ROW[32:])),
     "rank": _sealed("rank", rank.parse_rank),
     "layout": _sealed("layout", layout.parse_layout),

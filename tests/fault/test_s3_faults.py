@@ -197,7 +197,9 @@ def test_a_pull_ends_with_what_is_wrong(bench: Bench, tmp_path: Path, trouble: T
         with opened(url) as store:
             bench.proxy.seen.clear()
             bench.proxy.plan = after(number, trouble)
-            with pytest.raises(LASTING[trouble]):
+            # A snapshot without its bucket may also look like one of which a part is gone.
+            also = (IntegrityError,) if trouble == "no-bucket" else ()
+            with pytest.raises((LASTING[trouble], *also)):
                 store.pull(NAME, tmp_path / "out")
             assert not (tmp_path / "out").exists()
             bench.proxy.plan = lambda _: None
@@ -323,7 +325,7 @@ def test_a_push_is_killed_ten_times(bench: Bench, work_dir: Path) -> None:
             def plan(
                 request: Request,
                 packs: Iterator[int] = packs,
-                fatal: int = rng.randrange(1, 4),
+                fatal: int = rng.randrange(1, 3),
                 pid: int = process.pid,
             ) -> Trouble | None:
                 if request.method == "PUT" and request.is_data and next(packs) == fatal:

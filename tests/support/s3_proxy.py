@@ -137,6 +137,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
             return
         body = self.rfile.read(length)
+        if len(body) < length:  # The client died while it was sending.
+            self.close_connection = True
+            return
         if trouble in _ERRORS:
             self._say(*_ERRORS[trouble])
             return
