@@ -26,6 +26,9 @@ ACCESS_KEY, SECRET_KEY = "snapstore", "not-a-secret-of-anybody"
 READY_S = 60.0
 
 _TWIN = 10_000
+_UNTIL_WE_ARE_GONE = '"$@" < /dev/null & server=$!; read _; kill -9 $server'
+"""Runs the server until the pipe to this process ends, however it dies."""
+
 _PORTS = ("master.port", "volume.port", "filer.port", "s3.port", "admin.port")
 
 
@@ -129,6 +132,10 @@ def running_server(directory: Path, weed: Path, *, volume_mb: int = 64) -> Itera
     (directory / "log").mkdir()
     ports = {name: free_port() for name in _PORTS}
     command = [
+        "/bin/sh",
+        "-c",
+        _UNTIL_WE_ARE_GONE,
+        "sh",
         str(weed),
         f"-logdir={directory / 'log'}",
         "mini",
@@ -152,7 +159,7 @@ def running_server(directory: Path, weed: Path, *, volume_mb: int = 64) -> Itera
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             env={**os.environ, **environment()},
             start_new_session=True,
         )

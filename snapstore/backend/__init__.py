@@ -48,7 +48,7 @@ def open_backend(
 
 
 def _open_s3(url: str, clock: Clock, *, create: bool, readonly: bool) -> Backend:
-    # Loading boto3 takes as long as all the rest, and most commands do without.
+    # Loading botocore takes as long as all the rest, and most commands do without.
     from snapstore.backend.s3 import S3Backend
     from snapstore.backend.s3_location import S3Location
 

@@ -1,8 +1,9 @@
 """Objects in a bucket: the only file that speaks S3.
 
-Signing, listing, small requests and the frame of multipart uploads are boto3's. Data goes over
-presigned URLs and plain connections into and out of the caller's own buffers (`http_pool`), which
-takes half of the processor time of a client that returns its bytes.
+Signing, listing, small requests and the frame of multipart uploads are botocore's: boto3 without
+its resources, which take a while to load. Data goes over presigned URLs and plain connections into
+and out of the caller's own buffers (`http_pool`), which takes half of the processor time of a
+client that returns its bytes.
 
 Put-if-absent is `If-None-Match: *`. A server that ignores it would let writers overwrite each
 other, so a store is only made where `probe` has seen it honoured.
@@ -18,7 +19,6 @@ import ssl
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import boto3
 import botocore.config
 import botocore.exceptions
 import botocore.loaders
@@ -369,7 +369,7 @@ class S3Backend:
 
     @contextlib.contextmanager
     def _calling(self, doing: str, *, paced: bool = True) -> Iterator[None]:
-        """Make a call of boto3, at the common pace, and translate its errors."""
+        """Make a call of botocore, at the common pace, and translate its errors."""
         if paced:
             self._pacer.wait()
         try:
@@ -429,16 +429,15 @@ def _connect(location: S3Location, timeouts: Timeouts) -> tuple[Any, ssl.SSLCont
         response_checksum_validation="when_required",
     )
     try:
-        core = botocore.session.get_session()
-        core.register_component("data_loader", _MODELS)
-        session = boto3.session.Session(botocore_session=core, profile_name=location.profile)
+        session = botocore.session.Session(profile=location.profile)
+        session.register_component("data_loader", _MODELS)
         # The variable and the setting by which AWS's own programs name a private authority.
-        ca = location.ca or session._session.get_config_variable("ca_bundle")  # noqa: SLF001
+        ca = location.ca or session.get_config_variable("ca_bundle")
         tls = ssl.create_default_context(cafile=ca)
-        client = session.client(
+        client = session.create_client(
             "s3",
             endpoint_url=location.endpoint,
-            region_name=location.region or session.region_name or "us-east-1",
+            region_name=location.region or session.get_config_variable("region") or "us-east-1",
             verify=ca,
             config=config,
         )

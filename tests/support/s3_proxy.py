@@ -133,11 +133,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Take one request through, or not."""
         length = int(self.headers.get("Content-Length") or 0)
         _, trouble = self.owner.note(self.command, self.path, length)
-        if trouble == "refused":
-            self.close_connection = True
-            return
-        body = self.rfile.read(length)
-        if len(body) < length:  # The client died while it was sending.
+        body = b"" if trouble == "refused" else self.rfile.read(length)
+        # Less than all: the client died while it was sending.
+        if trouble == "refused" or len(body) < length:
             self.close_connection = True
             return
         if trouble in _ERRORS:
