@@ -170,7 +170,7 @@ def running_server(directory: Path, weed: Path, *, volume_mb: int = 64) -> Itera
         # It has nothing to save: its directory goes away too.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -10,6 +10,7 @@ import http.client
 import http.server
 import socket
 import socketserver
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
@@ -60,7 +61,7 @@ Plan = Callable[[Request], Trouble | None]
 class Proxy:
     """A running proxy; `plan` may be changed while it runs."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, *, tls: ssl.SSLContext | None = None) -> None:
         self.server_address = endpoint.removeprefix("http://")
         self.plan: Plan = lambda _: None
         self.seen: list[Request] = []
@@ -74,6 +75,9 @@ class Proxy:
 
         self._server = _Server(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+            self.endpoint = f"https://localhost:{self._server.server_address[1]}"
 
     def note(self, method: str, path: str, body_bytes: int) -> tuple[Request, Trouble | None]:
         """Number a request and look up what is to happen to it."""
