@@ -67,6 +67,8 @@ def _path_of(url: str) -> Path:
     if not path or "\0" in path:
         raise UsageError(f"not a path: {url[:120]!r}")
     scheme, separator, _ = path.partition("://")
+    if path is url and url.startswith(("s3:", "s3//")):
+        raise UsageError(f"not an S3 URL: {url[:120]!r}", next_step="write s3://BUCKET/PREFIX")
     if separator and "/" not in scheme and path is url:
         raise UsageError(
             f"no storage of scheme {scheme[:40]!r} is known",

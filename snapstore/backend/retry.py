@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
@@ -60,6 +61,16 @@ class RetryingBackend:
         self._rng = rng
         self._clock = clock
         self._policy = policy or RetryPolicy()
+        self._in_a_hurry = 0
+
+    @contextlib.contextmanager
+    def in_a_hurry(self) -> Iterator[None]:
+        """Try everything once only while the block runs: somebody wants to stop."""
+        self._in_a_hurry += 1
+        try:
+            yield
+        finally:
+            self._in_a_hurry -= 1
 
     @property
     def capabilities(self) -> Capabilities:
@@ -101,7 +112,8 @@ class RetryingBackend:
                 delay_s = self._policy.delay_s(failures, self._rng)
                 spent_s = self._clock.monotonic_s() - start_s
                 if (
-                    failures >= self._policy.attempts_max
+                    self._in_a_hurry
+                    or failures >= self._policy.attempts_max
                     or spent_s + delay_s > self._policy.total_s_max
                 ):
                     error.add_note(f"tried {failures} times in {spent_s:.1f} s")

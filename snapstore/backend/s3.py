@@ -15,6 +15,7 @@ import base64
 import collections
 import contextlib
 import re
+import secrets
 import ssl
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -65,7 +66,6 @@ _URLS_MAX = 4096
 _COMPARED_BYTES = 4 * MIB
 _OFFSET_MAX = (1 << 63) - 1
 
-_PROBE = "contract/conditional-put"
 _CODE = re.compile(rb"<Code>([A-Za-z0-9._-]{1,80})</Code>")
 _SLOW_DOWN = frozenset(
     {"SlowDown", "ServiceUnavailable", "TooManyRequests", "RequestLimitExceeded"}
@@ -200,12 +200,14 @@ class S3Backend:
             CapabilityMissing: The server does not honour `If-None-Match`.
             AccessDenied: The credentials may not write here.
         """
-        key = self._key(ObjectKind.HINT, _PROBE)
+        # A name of its own for each, since another program may be trying it out right now.
+        name = f"contract/{secrets.token_hex(16)}"
+        key = self._key(ObjectKind.HINT, name)
         try:
             won = [self._put_whole(key, [memoryview(b"probe")], "try it out") for _ in range(2)]
         finally:
             with contextlib.suppress(BackendError):
-                self.delete(ObjectKind.HINT, _PROBE)
+                self.delete(ObjectKind.HINT, name)
         if won[1]:
             raise CapabilityMissing(
                 f"{self._where.url()} overwrites objects in spite of If-None-Match",

@@ -48,7 +48,7 @@ class S3Location:
         Raises:
             UsageError: The URL cannot be meant.
         """
-        parts = urllib.parse.urlsplit(url)
+        parts = _split(url)
         if "@" in parts.netloc or parts.fragment:
             raise UsageError(
                 "an S3 URL holds no credentials and no fragment",
@@ -95,7 +95,23 @@ def _parameters(query: str) -> dict[str, str]:
         values[name] = value
     if values.get("addressing", "auto") not in _ADDRESSING:
         raise UsageError("addressing is path or virtual")
-    endpoint = urllib.parse.urlsplit(values.get("endpoint", "https://default"))
-    if endpoint.scheme not in {"http", "https"} or not endpoint.netloc or "@" in endpoint.netloc:
-        raise UsageError("the endpoint is no URL", next_step="write endpoint=https://HOST:PORT")
+    _check_endpoint(values.get("endpoint", "https://default"))
     return values
+
+
+def _check_endpoint(text: str) -> None:
+    parts = _split(text)
+    try:
+        has_port = parts.port != 0
+    except ValueError:
+        has_port = False
+    whole = parts.scheme in {"http", "https"} and parts.hostname and has_port
+    if not whole or parts.query or parts.fragment or "@" in parts.netloc:
+        raise UsageError("the endpoint is no URL", next_step="write endpoint=https://HOST:PORT")
+
+
+def _split(url: str) -> urllib.parse.SplitResult:
+    try:
+        return urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"not a URL: {url[:120]!r}: {error}") from error

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 from snapstore import version
 from snapstore.backend.base import Backend, ObjectKind
 from snapstore.backend.layout import key_of
+from snapstore.backend.retry import RetryingBackend
 from snapstore.clock import Clock, format_utc
 from snapstore.errors import (
     DigestMismatch,
@@ -176,8 +177,13 @@ class _Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.ExitStack() as hurry:
+            # Whoever interrupts does not want to wait for a storage that does not answer.
+            interrupted = kind is not None and not issubclass(kind, Exception)
+            if interrupted and isinstance(self.backend, RetryingBackend):
+                hurry.enter_context(self.backend.in_a_hurry())
+            self._stack.close()
 
     @property
     def warnings(self) -> list[str]:

@@ -346,3 +346,29 @@ def test_a_push_is_killed_ten_times(bench: Bench, work_dir: Path) -> None:
     with opened(url) as store:
         store.pull(NAME, work_dir / "out")
     assert tree_state(work_dir / "out") == tree_state(tree)
+
+
+def test_a_push_is_interrupted_while_the_service_is_away(bench: Bench, tmp_path: Path) -> None:
+    """Ctrl-C ends it soon, with 130, although nobody answers any more. Proves: R4."""
+    url = new_store(bench)
+    program = [sys.executable, "-c", SMALL_PACKS]
+    command = [*program, "push", str(bench.tree), NAME, "--store", url, "-q"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE) as process:  # noqa: S603
+
+        def plan(request: Request) -> Trouble | None:
+            if not request.is_data:
+                return None
+            bench.proxy.plan = after(0, "refused")
+            process.send_signal(signal.SIGINT)
+            return "refused"
+
+        bench.proxy.plan = plan
+        _, errors = process.communicate(timeout=40)
+    assert process.returncode == 130, errors
+    assert b"Traceback" not in errors
+    bench.proxy.plan = lambda _: None
+    with opened(url) as store:
+        with pytest.raises(RefNotFound):
+            store.snapshot(NAME)
+        store.push(bench.tree, NAME)
+        check_pulled(bench, store, tmp_path / "out")

@@ -112,3 +112,15 @@ def test_a_listing_that_breaks_starts_over_without_repeating_a_name(clock: Manua
     backend = RetryingBackend(inner, rng=random.Random(7), clock=clock, policy=POLICY)
     assert sorted(info.name for info in backend.list(ObjectKind.PACK)) == sorted(names)
     assert inner.broken
+
+
+def test_somebody_in_a_hurry_is_told_at_once(clock: ManualClock) -> None:
+    """Who interrupts a program does not wait for a storage that is away."""
+    backend, faulty = backend_with(dict.fromkeys(range(4), Fault.FAIL_BEFORE), clock)
+    with backend.in_a_hurry(), pytest.raises(TransientBackendError):
+        backend.stat(ObjectKind.PACK, PACK)
+    assert faulty.operations == 1
+    assert clock.slept_s == []
+    with pytest.raises(ObjectNotFound):
+        backend.stat(ObjectKind.PACK, PACK)
+    assert faulty.operations == 5

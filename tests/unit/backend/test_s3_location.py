@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from snapstore.backend import open_backend
 from snapstore.backend.s3_location import S3Location
 from snapstore.errors import UsageError
 
@@ -55,6 +56,12 @@ def test_a_bucket_alone(url: str) -> None:
         "s3://bucket/x?region=a&region=b",
         "s3://bucket/x?addressing=paths",
         "s3://bucket/x?access_key=A",
+        "s3://[bucket/x",
+        "s3://bucket/x?endpoint=http://[::1",
+        "s3://bucket/x?endpoint=http://h:99999",
+        "s3://bucket/x?endpoint=http://h:port",
+        "s3://bucket/x?endpoint=http://h:0",
+        "s3://bucket/x?endpoint=http://h/%3Fx=1",
     ],
 )
 def test_what_cannot_be_meant(url: str) -> None:
@@ -71,3 +78,9 @@ def test_a_location_survives_its_url(prefix: list[str], endpoint: str | None) ->
     path = "".join(f"{name}/" for name in prefix)
     location = S3Location(bucket="bucket", prefix=path, endpoint=endpoint)
     assert S3Location.parse(location.url()) == location
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/x", "s3:bucket", "s3//bucket"])
+def test_a_mistyped_scheme_is_no_directory(url: str) -> None:
+    with pytest.raises(UsageError, match="not an S3 URL"):
+        open_backend(url)

@@ -43,6 +43,15 @@ def test_two_mounts_are_both_used(tmp_path: Path) -> None:
     assert roots[0] == roots[2] != roots[1] == roots[3]
 
 
+def test_another_place_is_no_mount(tmp_path: Path) -> None:
+    """A mistyped or unmounted directory would get garbage, and the verdict would mean nothing."""
+    (tmp_path / "other").mkdir()
+    for other in (tmp_path / "other", tmp_path / "missing"):
+        with pytest.raises(UsageError, match="is not a mount"):
+            subject_of(f"file://{tmp_path / 'real'}", mounts=[tmp_path / "real", other])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_a_bucket_has_no_mounts(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         subject_of("memory://validated", mounts=[tmp_path, tmp_path])
