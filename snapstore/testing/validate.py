@@ -1,7 +1,8 @@
 """Trying a storage before trusting it: the contract, its latencies and its rates, and a verdict.
 
 What is reported was done: every property by the check that tests our own backends (`contract`),
-every number with objects that were written, read back and deleted again. Safe on a storage in use.
+every number with objects that were written, read back and deleted again. It touches nobody's
+objects, but who lists a store at the same place meanwhile finds some that make no sense.
 """
 
 from __future__ import annotations
