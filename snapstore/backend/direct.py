@@ -13,6 +13,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from snapstore.backend.files import FileCalls, write_all
 from snapstore.units import MIB, PAGE_BYTES, align_up
@@ -20,7 +21,7 @@ from snapstore.units import MIB, PAGE_BYTES, align_up
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["open_direct", "read_aligned", "write_direct"]
+__all__ = ["page_aligned", "read_aligned", "write_direct"]
 
 _WRITE_BYTES_MIN = 1 * MIB
 """Less is not worth two system calls, and is likely to be read again soon."""
@@ -28,10 +29,11 @@ _WRITE_BYTES_MIN = 1 * MIB
 _BOUNCE_BYTES = 1 * MIB
 
 
-def open_direct(files: FileCalls, fd: int) -> int:
-    """Let a descriptor bypass the page cache if it can; for use as an opener's last step."""
-    files.set_direct(fd, direct=True)
-    return fd
+def page_aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Make a buffer that the system can move past the page cache; its content is undefined."""
+    room = np.empty(size_bytes + PAGE_BYTES, np.uint8)
+    skip = -room.ctypes.data % PAGE_BYTES
+    return room[skip : skip + size_bytes]
 
 
 def write_direct(files: FileCalls, fd: int, views: Sequence[memoryview]) -> None:
@@ -106,7 +108,7 @@ def _read_through_bounce(files: FileCalls, fd: int, offset: int, into: memoryvie
     """Read an unaligned range; fewer bytes only where the file ends."""
     begin = offset - offset % PAGE_BYTES
     length = align_up(offset + into.nbytes, PAGE_BYTES) - begin
-    bounce = _page_aligned(length)
+    bounce = page_aligned(length).data
     count = _fill(files, fd, begin, bounce) - (offset - begin)
     got = max(0, min(count, into.nbytes))
     into[:got] = bounce[offset - begin : offset - begin + got]
@@ -121,12 +123,6 @@ def _fill(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:
             break
         done += count
     return done
-
-
-def _page_aligned(size_bytes: int) -> memoryview:
-    room = np.empty(size_bytes + PAGE_BYTES, np.uint8)
-    skip = -room.ctypes.data % PAGE_BYTES
-    return room[skip : skip + size_bytes].data
 
 
 def _aligned_bytes(view: memoryview) -> int:

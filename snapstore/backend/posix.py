@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from snapstore.backend import layout
 from snapstore.backend.base import CONTENT_NAMED, Capabilities, ObjectInfo, ObjectKind
 from snapstore.backend.descriptors import DescriptorCache
-from snapstore.backend.direct import open_direct, read_aligned
+from snapstore.backend.direct import read_aligned
 from snapstore.backend.files import (
     FileCalls,
     OsFileCalls,
@@ -235,7 +235,9 @@ class PosixBackend:
 
     def _open_held(self, key: str) -> int:
         fd = self._tree.open(key)
-        return open_direct(self._files, fd) if layout.name_of(ObjectKind.PACK, key) else fd
+        if layout.name_of(ObjectKind.PACK, key):
+            self._files.set_direct(fd, direct=True)
+        return fd
 
     def _missed(self, fd: int, offset: int, view: memoryview, count: int) -> int | None:
         """The object's size if it ends before the view does, of which `count` bytes were there."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from snapstore.backend.direct import page_aligned
 from snapstore.errors import Interrupted
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class BufferPool:
             if self._free:
                 return self._free.pop()
             self._unmade -= 1
-        return _aligned_buffer(self.size_bytes)
+        return page_aligned(self.size_bytes)
 
     def release(self, buffer: ByteArray) -> None:
         """Give a borrowed buffer back."""
@@ -73,9 +74,3 @@ class BufferPool:
             self._closed = True
             self._free.clear()
             self._changed.notify_all()
-
-
-def _aligned_buffer(size_bytes: int) -> ByteArray:
-    raw = np.empty(size_bytes + 4096, np.uint8)
-    skip = -raw.ctypes.data % 4096
-    return raw[skip : skip + size_bytes]

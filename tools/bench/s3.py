@@ -17,12 +17,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tools import seaweed
 from tools.bench import measure
+from tools.bench.local import interleaved, step_sample
 from tools.bench.local_report import Sample, Table, medians
 from tools.bench.measure import GB, MB, BenchError, Command, Report, Target, Usage
 from tools.bench.s3_peers import Place, S3Peer, all_s3_peers
@@ -68,11 +69,6 @@ class Setup:
         return measure.run_measured(command, self.log)
 
 
-def numbers(step: str, usage: Usage) -> Sample:
-    """Name the numbers of a step."""
-    return {f"{step}_{key}": value for key, value in asdict(usage).items()}
-
-
 def run_peer(setup: Setup, peer: S3Peer) -> Sample:
     """Do everything once with one peer and an empty bucket."""
     target = setup.work / "restored"
@@ -83,13 +79,13 @@ def run_peer(setup: Setup, peer: S3Peer) -> Sample:
             made = peer.init(place)
             if made is not None:
                 measure.run_measured(made, setup.log)
-            sample |= numbers("push_v1", setup.timed(setup.v1, peer.push(setup.v1, place, V1)))
+            sample |= step_sample("push_v1", setup.timed(setup.v1, peer.push(setup.v1, place, V1)))
             first = setup.server.stored_bytes(bucket)
-            sample |= numbers("push_v2", setup.timed(setup.v2, peer.push(setup.v2, place, V2)))
+            sample |= step_sample("push_v2", setup.timed(setup.v2, peer.push(setup.v2, place, V2)))
             sample["stored_v1_bytes"] = first
             sample["growth_v2_bytes"] = setup.server.stored_bytes(bucket) - first
             restore = peer.restore(V2, place, target)
-            sample |= numbers("restore_v2", setup.timed(setup.v2, restore))
+            sample |= step_sample("restore_v2", setup.timed(setup.v2, restore))
             measure.require_same(setup.v2, target)
         finally:
             for directory in (target, place.state):
@@ -129,7 +125,7 @@ def run_local(setup: Setup, program: Path) -> Sample:
         sample: Sample = {"peer": LOCAL}
         for step, source, name in (("push_v1", setup.v1, V1), ("push_v2", setup.v2, V2)):
             command = Command((str(program), "push", str(source), name, *where))
-            sample |= numbers(step, setup.timed(source, command))
+            sample |= step_sample(step, setup.timed(source, command))
         return sample
     finally:
         shutil.rmtree(store, ignore_errors=True)
@@ -262,14 +258,11 @@ def bench(options: argparse.Namespace) -> int:
             peer.name: partial(run_peer, setup, peer) for peer in peers
         }
         steps |= {RAW: partial(run_raw, setup), LOCAL: partial(run_local, setup, program)}
-        for number in range(options.rounds):
-            order = [*steps]
-            first = number % len(order)
-            for name in [*order[first:], *order[:first]]:
-                print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr)
-                report.samples.append({"round": number} | steps[name]())
-                judge(report, v2_bytes)
-                report.write(options.out)
+        for number, name in interleaved(options.rounds, [*steps]):
+            print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr)
+            report.samples.append({"round": number} | steps[name]())
+            judge(report, v2_bytes)
+            report.write(options.out)
     shutil.rmtree(work, ignore_errors=True)
     text = markdown(report, v2_bytes)
     print(text)

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from snapstore.backend.direct import open_direct, read_aligned, write_direct
+from snapstore.backend.direct import page_aligned, read_aligned, write_direct
 from snapstore.backend.files import OsFileCalls
 from snapstore.units import KIB, MIB, PAGE_BYTES
 from tests.support.samples import random_bytes
 
 
-def page_aligned(data: np.ndarray) -> memoryview:
-    room = np.empty(len(data) + PAGE_BYTES, np.uint8)
-    skip = -room.ctypes.data % PAGE_BYTES
-    room[skip : skip + len(data)] = data
-    return room[skip : skip + len(data)].data
+def aligned(data: np.ndarray) -> memoryview:
+    room = page_aligned(len(data))
+    room[:] = data
+    return room.data
 
 
 class Picky(OsFileCalls):
@@ -93,7 +92,7 @@ BODY = 2 * MIB + 5 * PAGE_BYTES
 def test_what_is_written_is_read(fd: int, make: type[OsFileCalls], tail: int) -> None:
     data = random_bytes(BODY + tail, 1)
     files = make()
-    write_direct(files, fd, [page_aligned(data[:BODY]), data[BODY:].data])
+    write_direct(files, fd, [aligned(data[:BODY]), data[BODY:].data])
     assert os.pread(fd, len(data) + 1, 0) == data.tobytes()
     # The rest of the object follows through the page cache.
     os.write(fd, b"more")
@@ -112,8 +111,8 @@ def test_every_range_is_read(fd: int, make: type[OsFileCalls]) -> None:
     data = random_bytes(BODY + 777, 3)
     os.pwrite(fd, data.tobytes(), 0)
     files = make()
-    open_direct(files, fd)
-    room = page_aligned(np.zeros(len(data) + 2 * PAGE_BYTES, np.uint8))
+    files.set_direct(fd, direct=True)
+    room = aligned(np.zeros(len(data) + 2 * PAGE_BYTES, np.uint8))
     for offset in (0, 1, PAGE_BYTES - 1, PAGE_BYTES, MIB, MIB + 1, BODY, BODY + 776, BODY + 777):
         for length in (1, PAGE_BYTES, PAGE_BYTES + 1, MIB + 3, len(data) + PAGE_BYTES):
             for skip in (0, 1, 512):
@@ -127,11 +126,11 @@ def test_packs_really_pass_the_cache(fd: int) -> None:
     """Aligned bodies go directly in one piece; nothing is tried that the system would refuse."""
     files = Picky()
     data = random_bytes(BODY + 777, 4)
-    write_direct(files, fd, [page_aligned(data[:BODY]), data[BODY:].data])
+    write_direct(files, fd, [aligned(data[:BODY]), data[BODY:].data])
     assert (files.direct_bytes, files.refusals) == (BODY, 0)
-    open_direct(files, fd)
+    files.set_direct(fd, direct=True)
     files.direct_bytes = 0
-    into = page_aligned(np.zeros(BODY, np.uint8))
+    into = aligned(np.zeros(BODY, np.uint8))
     assert read_aligned(files, fd, 0, into) == BODY
     assert (files.direct_bytes, files.refusals) == (BODY, 0)
     assert bytes(into) == data[:BODY].tobytes()
@@ -147,7 +146,7 @@ def test_other_errors_are_not_hidden(fd: int) -> None:
         def pread(self, fd: int, into: memoryview, offset: int) -> int:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    data = page_aligned(random_bytes(BODY, 5))
+    data = aligned(random_bytes(BODY, 5))
     with pytest.raises(OSError, match="No space"):
         write_direct(Full(), fd, [data])
     with pytest.raises(OSError, match="Input/output"):
@@ -161,4 +160,4 @@ def test_a_file_system_that_takes_nothing_is_an_error(fd: int) -> None:
             return 0
 
     with pytest.raises(OSError, match="took no bytes"):
-        write_direct(Empty(), fd, [page_aligned(random_bytes(BODY, 6))])
+        write_direct(Empty(), fd, [aligned(random_bytes(BODY, 6))])
