@@ -19,6 +19,7 @@ __all__ = [
     "key_of",
     "listing_prefix",
     "name_of",
+    "object_text",
     "parent_keys",
 ]
 
@@ -95,6 +96,11 @@ def name_of(kind: ObjectKind, key: str) -> str | None:
         if shard != name[:_SHARD_CHARS]:
             return None
     return name if _NAMES[kind].fullmatch(name) else None
+
+
+def object_text(kind: ObjectKind, name: str) -> str:
+    """Name an object for people; the config has no name of its own."""
+    return f"{kind.name} {name}" if name else kind.name
 
 
 def is_folder(kind: ObjectKind, key: str) -> bool:

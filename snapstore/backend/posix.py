@@ -28,6 +28,7 @@ from snapstore.backend.files import (
     read_full,
     translate_os_error,
 )
+from snapstore.backend.layout import object_text
 from snapstore.backend.posix_publish import publish, sweep, temporary
 from snapstore.backend.posix_tree import Tree, make_root, tries
 from snapstore.clock import Clock, SystemClock
@@ -135,7 +136,7 @@ class PosixBackend:
         key = layout.key_of(kind, name)
         view = into if into.format == "B" else into.cast("B")
         if offset < 0 or offset + view.nbytes > OFFSET_MAX:
-            raise RangeNotSatisfiable(f"{_what(kind, name)} has no offset {offset}")
+            raise RangeNotSatisfiable(f"{object_text(kind, name)} has no offset {offset}")
         lend = self._descriptors.lend if kind in _HELD_OPEN else self._tree.opened
         read = read_aligned if kind is ObjectKind.PACK else read_full
         fresh = kind not in _HELD_OPEN
@@ -148,12 +149,12 @@ class PosixBackend:
                 fresh = True
                 if error.errno == errno.ESTALE and not last:
                     continue
-                raise translate_os_error(error, f"read {_what(kind, name)}") from error
+                raise translate_os_error(error, f"read {object_text(kind, name)}") from error
             if size is None:
                 return
             if fresh:
                 raise RangeNotSatisfiable(
-                    f"{_what(kind, name)} has {size} bytes, not {offset} + {view.nbytes}"
+                    f"{object_text(kind, name)} has {size} bytes, not {offset} + {view.nbytes}"
                 )
             # A descriptor from before a repair sees the old length: ask once more.
             self._descriptors.forget(key)
@@ -169,7 +170,7 @@ class PosixBackend:
             except OSError as error:
                 if error.errno == errno.ESTALE and not last:
                     continue
-                raise translate_os_error(error, f"stat {_what(kind, name)}") from error
+                raise translate_os_error(error, f"stat {object_text(kind, name)}") from error
             return ObjectInfo(name, found.size_bytes, found.modified_ns)
         raise AssertionError(key)
 
@@ -183,7 +184,7 @@ class PosixBackend:
     def put_new(self, kind: ObjectKind, name: str, pieces: Sequence[BytesLike]) -> None:
         """See `Backend.put_new`."""
         key = layout.key_of(kind, name)
-        doing = f"write {_what(kind, name)}"
+        doing = f"write {object_text(kind, name)}"
         self._require_writable(doing)
         views = as_views(pieces)
         size_bytes = sum(view.nbytes for view in views)
@@ -205,7 +206,7 @@ class PosixBackend:
     def delete(self, kind: ObjectKind, name: str) -> None:
         """See `Backend.delete`. A power loss may bring the object back, whole."""
         key = layout.key_of(kind, name)
-        doing = f"delete {_what(kind, name)}"
+        doing = f"delete {object_text(kind, name)}"
         self._require_writable(doing)
         # First, since a file that we hold open lives on: under `.nfs…` on a network file system.
         self._descriptors.forget(key)
@@ -287,7 +288,3 @@ def _may_be_in_store(name: str) -> bool:
     """Whether a store's directory may hold a file of that name before it is a store."""
     own = {layout.TEMPORARIES, "lost+found", *(kind.value for kind in ObjectKind)}
     return name in own or name.startswith(".")
-
-
-def _what(kind: ObjectKind, name: str) -> str:
-    return f"{kind.name} {name}" if name else kind.name

@@ -30,6 +30,7 @@ from snapstore.backend import layout
 from snapstore.backend.base import CONTENT_NAMED, Capabilities, ObjectInfo, ObjectKind
 from snapstore.backend.files import as_views
 from snapstore.backend.http_pool import HttpPool, Reply, Timeouts
+from snapstore.backend.layout import object_text
 from snapstore.backend.pacing import Pacer
 from snapstore.errors import (
     AccessDenied,
@@ -131,7 +132,7 @@ class S3Backend:
     def get_range(self, kind: ObjectKind, name: str, offset: int, into: memoryview) -> None:
         """See `Backend.get_range`."""
         view = into if into.format == "B" else into.cast("B")
-        what = _what(kind, name)
+        what = object_text(kind, name)
         if offset < 0 or offset + view.nbytes > _OFFSET_MAX:
             raise RangeNotSatisfiable(f"{what} has no offset {offset}")
         if not view.nbytes:
@@ -154,7 +155,7 @@ class S3Backend:
     def stat(self, kind: ObjectKind, name: str) -> ObjectInfo:
         """See `Backend.stat`."""
         key = self._key(kind, name)
-        with self._calling(f"stat {_what(kind, name)}"):
+        with self._calling(f"stat {object_text(kind, name)}"):
             found = self._client.head_object(Bucket=self._where.bucket, Key=key)
             modified_ns = int(found["LastModified"].timestamp() * 1e9)
             return ObjectInfo(name, int(found["ContentLength"]), modified_ns)
@@ -169,7 +170,7 @@ class S3Backend:
     def put_new(self, kind: ObjectKind, name: str, pieces: Sequence[BytesLike]) -> None:
         """See `Backend.put_new`."""
         key = self._key(kind, name)
-        doing = f"write {_what(kind, name)}"
+        doing = f"write {object_text(kind, name)}"
         self._require_writable(doing)
         views = as_views(pieces)
         size_bytes = sum(view.nbytes for view in views)
@@ -182,7 +183,7 @@ class S3Backend:
     def delete(self, kind: ObjectKind, name: str) -> None:
         """See `Backend.delete`."""
         key = self._key(kind, name)
-        doing = f"delete {_what(kind, name)}"
+        doing = f"delete {object_text(kind, name)}"
         self._require_writable(doing)
         with contextlib.suppress(ObjectNotFound), self._calling(doing):
             self._client.delete_object(Bucket=self._where.bucket, Key=key)
@@ -314,7 +315,9 @@ class S3Backend:
                 return False
             return kind in CONTENT_NAMED or self._has_bytes(kind, name, views)
         except ObjectNotFound as error:
-            raise TransientBackendError(f"{_what(kind, name)} was there and went away") from error
+            raise TransientBackendError(
+                f"{object_text(kind, name)} was there and went away"
+            ) from error
 
     def _has_bytes(self, kind: ObjectKind, name: str, views: Sequence[memoryview]) -> bool:
         offset = 0
@@ -483,7 +486,3 @@ def _error_of(code: str, status: int, says: str) -> SnapError:
         return AccessDenied(says, next_step=step)
     by_status = {404: ObjectNotFound, 412: ObjectExists, 501: CapabilityMissing}
     return by_status.get(status, BackendError)(says)
-
-
-def _what(kind: ObjectKind, name: str) -> str:
-    return f"{kind.name} {name}" if name else kind.name
