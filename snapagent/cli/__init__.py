@@ -1,0 +1,1 @@
+"""The `snapagent` program: one file per command."""

@@ -1,0 +1,1 @@
+"""CRIU as a program and its protocols: image stream, page server, action scripts."""

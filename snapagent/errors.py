@@ -1,0 +1,43 @@
+"""The agent's part of the error tree, below the library's root.
+
+::
+
+    snapstore.SnapError
+    └─ AgentError             the agent could not do it (exit 1)
+         CriuFailed           CRIU said no; the message has the lines of its log that matter
+         ProtocolError        a peer on a socket sent what its protocol does not allow
+         WorkloadLost         the restored processes died, or were killed because their memory
+                              could not be filled
+         PreflightFailed (7)  this snapshot cannot be restored, or this process not captured, here
+
+Every error leaves nothing behind: no process half restored, no mount, no socket, no namespace, and
+a process that was to be captured goes on.
+"""
+
+from __future__ import annotations
+
+from snapstore import SnapError
+
+__all__ = ["AgentError", "CriuFailed", "PreflightFailed", "ProtocolError", "WorkloadLost"]
+
+
+class AgentError(SnapError):
+    """The agent could not do what was asked. Nothing of the attempt is left."""
+
+
+class CriuFailed(AgentError):
+    """CRIU ended with an error. A source goes on; a half-restored tree was removed."""
+
+
+class ProtocolError(AgentError):
+    """A peer broke the protocol of its socket. The session with it was ended."""
+
+
+class WorkloadLost(AgentError):
+    """The restored processes are gone; they never ran on memory that was not theirs."""
+
+
+class PreflightFailed(AgentError):
+    """Something about this machine, snapshot or process forbids it. Nothing was begun."""
+
+    exit_code = 7

@@ -1,0 +1,1 @@
+"""Filling the memory of restored processes through userfaultfd, faults first."""
