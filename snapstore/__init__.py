@@ -18,23 +18,29 @@ if TYPE_CHECKING:
     from snapstore.ids import RankId, RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
     from snapstore.options import Compression, Integrity, StoreOptions
     from snapstore.progress import Progress, ProgressCallback
+    from snapstore.repository.arriving_file import FileWriter
     from snapstore.repository.diff import DiffBytes, SnapshotDiff, StreamDiff
     from snapstore.repository.file_reader import SnapshotEntry, SnapshotFile
     from snapstore.repository.pull import PullResult
-    from snapstore.repository.push import PushResult
     from snapstore.repository.refs import NameGeneration, ResolvedRef
     from snapstore.repository.removal import Freed, RemovedName, RemoveResult
     from snapstore.repository.snapshot import Snapshot
+    from snapstore.repository.snapshot_writer import SnapshotWriter
     from snapstore.repository.stats import NamespaceStats, ObjectTotals, StoreStats
     from snapstore.repository.store import Store, init_store, open_store
     from snapstore.repository.summary import SnapshotSummary
+    from snapstore.repository.write_session import PushResult
+    from snapstore.source.described import Described, DescribedFile, describe_images
     from snapstore.version import VERSION
 
 __all__ = [
     "VERSION",
     "Compression",
+    "Described",
+    "DescribedFile",
     "DiffBytes",
     "EntryType",
+    "FileWriter",
     "Freed",
     "Integrity",
     "NameGeneration",
@@ -57,10 +63,12 @@ __all__ = [
     "SnapshotId",
     "SnapshotRef",
     "SnapshotSummary",
+    "SnapshotWriter",
     "Store",
     "StoreOptions",
     "StoreStats",
     "StreamDiff",
+    "describe_images",
     "init_store",
     "open_store",
     "parse_snapshot_ref",
@@ -81,19 +89,20 @@ _HOMES = {
     "StoreOptions": "snapstore.options",
     "Progress": "snapstore.progress",
     "ProgressCallback": "snapstore.progress",
+    "FileWriter": "snapstore.repository.arriving_file",
     "DiffBytes": "snapstore.repository.diff",
     "SnapshotDiff": "snapstore.repository.diff",
     "StreamDiff": "snapstore.repository.diff",
     "SnapshotEntry": "snapstore.repository.file_reader",
     "SnapshotFile": "snapstore.repository.file_reader",
     "PullResult": "snapstore.repository.pull",
-    "PushResult": "snapstore.repository.push",
     "ResolvedRef": "snapstore.repository.refs",
     "NameGeneration": "snapstore.repository.refs",
     "Freed": "snapstore.repository.removal",
     "RemoveResult": "snapstore.repository.removal",
     "RemovedName": "snapstore.repository.removal",
     "Snapshot": "snapstore.repository.snapshot",
+    "SnapshotWriter": "snapstore.repository.snapshot_writer",
     "NamespaceStats": "snapstore.repository.stats",
     "ObjectTotals": "snapstore.repository.stats",
     "StoreStats": "snapstore.repository.stats",
@@ -101,6 +110,10 @@ _HOMES = {
     "init_store": "snapstore.repository.store",
     "open_store": "snapstore.repository.store",
     "SnapshotSummary": "snapstore.repository.summary",
+    "PushResult": "snapstore.repository.write_session",
+    "Described": "snapstore.source.described",
+    "DescribedFile": "snapstore.source.described",
+    "describe_images": "snapstore.source.described",
     "VERSION": "snapstore.version",
 }
 

@@ -16,6 +16,7 @@ import snapstore
 from snapstore import errors
 
 NOT_EXPORTED = {
+    "BytesLike": "bytes, bytearray or memoryview",
     "Backend": "made by `open_store` and `init_store` only",
     "Clock": "public in `snapstore.clock`; only tests bring their own",
     "CodecSummary": "a part of `SnapshotSummary`, read through its attributes",

@@ -51,6 +51,17 @@ class BufferPool:
             self._unmade -= 1
         return page_aligned(self.size_bytes)
 
+    def try_acquire(self) -> ByteArray | None:
+        """Borrow a buffer if one is free.
+
+        Raises:
+            Interrupted: The pool was closed.
+        """
+        with self._changed:
+            if not self._free and not self._unmade and not self._closed:
+                return None
+        return self.acquire()
+
     def release(self, buffer: ByteArray) -> None:
         """Give a borrowed buffer back."""
         assert len(buffer) == self.size_bytes, len(buffer)
@@ -67,6 +78,12 @@ class BufferPool:
             yield buffer
         finally:
             self.release(buffer)
+
+    def trim(self) -> None:
+        """Let the memory of free buffers go; they are made anew when they are needed."""
+        with self._changed:
+            self._unmade += len(self._free)
+            self._free.clear()
 
     def close(self) -> None:
         """Wake everybody who waits, with `Interrupted`, and let the memory go. Idempotent."""

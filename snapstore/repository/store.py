@@ -6,6 +6,7 @@ Wiring only; the work is in the modules beside this one, which are imported when
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import secrets
 from pathlib import Path
@@ -40,13 +41,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from snapstore.format.rank import RankNumber
+    from snapstore.options import Compression
     from snapstore.repository.diff import SnapshotDiff
     from snapstore.repository.pull import PullResult
-    from snapstore.repository.push import PushResult
     from snapstore.repository.refs import NameGeneration
     from snapstore.repository.removal import RemoveResult
+    from snapstore.repository.snapshot_writer import SnapshotWriter
     from snapstore.repository.stats import StoreStats
     from snapstore.repository.summary import SnapshotSummary
+    from snapstore.repository.write_session import PushResult
 
 __all__ = ["Store", "init_store", "open_store"]
 
@@ -116,6 +119,41 @@ class Store:
         )
         meter = ProgressMeter(progress)
         return push_directory(self._backend, self._options, self._clock, request, meter)
+
+    def begin(
+        self,
+        name: RefName | str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        root_mode: int = 0o700,
+        compression: Compression | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> contextlib.AbstractContextManager[SnapshotWriter]:
+        """Write a snapshot from bytes that arrive, with no directory in between.
+
+        The `with` block gives a `SnapshotWriter`, whose `commit` makes the snapshot durable and
+        lets `name` point to it. Without a commit, nothing has the name when the block ends.
+
+        Args:
+            name: `team/model/engine:tag`.
+            labels: Kept with the snapshot.
+            root_mode: Permissions of the root of the tree, and of the directories in it.
+            compression: Effort spent on frames, instead of what the store's options say.
+            progress: Told how far it is, of a total that is not known.
+
+        Raises:
+            UsageError: `name` cannot be a name, or means one exact snapshot.
+            BackendError: The storage failed.
+        """
+        from snapstore.repository.snapshot_writer import WriteRequest, writing
+
+        request = WriteRequest(
+            name=_ref_name(name, doing="write"), labels=labels or {}, root_mode=root_mode
+        )
+        options = self._options
+        if compression is not None:
+            options = dataclasses.replace(options, compression=compression)
+        return writing(self._backend, options, self._clock, request, ProgressMeter(progress))
 
     def pull(
         self,

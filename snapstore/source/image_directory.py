@@ -13,7 +13,6 @@ from snapstore.fstree import show_path
 from snapstore.source import criu_images
 from snapstore.source.classes import FileRole
 from snapstore.source.criu_pagemap import Pagemap, parse_pagemap
-from snapstore.source.scan import read_source_file
 from snapstore.source.tree_index import TreeIndex, join_path
 from snapstore.units import KIB, MIB
 
@@ -177,7 +176,7 @@ def _read_log(index: TreeIndex, directory: bytes) -> DumpLog | None:
     if entry is None:
         return None
     # CRIU names its version and the kernel in the first lines.
-    data = read_source_file(index.tree, entry, size_bytes_max=LOG_BYTES_READ, is_prefix_enough=True)
+    data = index.tree.read(entry, size_bytes_max=LOG_BYTES_READ, is_prefix_enough=True)
     return criu_images.parse_dump_log(data)
 
 
