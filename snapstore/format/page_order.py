@@ -1,14 +1,19 @@
 """Page orders: which pages earlier restores touched first (`format_spec/05-names-refs.md`, 5)."""
 
-from collections.abc import Iterable
-from typing import Annotated, Final, Literal, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
 from snapstore.errors import LimitExceeded, Malformed
 from snapstore.format import limits
 from snapstore.format.canonical import check_bytes_max, decode_head, decode_typed, encode_typed
-from snapstore.units import BytesLike
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from snapstore.units import BytesLike
 
 __all__ = ["PageRun", "decode_page_order", "encode_page_order"]
 
