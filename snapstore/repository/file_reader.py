@@ -326,8 +326,8 @@ class SnapshotFile(io.RawIOBase):
 
         With `streaming` frames that no other part of the file's rank needs are read and decoded
         straight into the buffer and not kept: right for reading everything once, in the `ranges`
-        of the file. Other frames come from the cache. Each thread that reads so keeps up to
-        12 MiB of scratch memory until it ends, whatever the number of files, snapshots and stores;
+        of the file. Other frames come from the cache. Each thread that reads so keeps about
+        16 MiB of scratch memory until it ends, whatever the number of files, snapshots and stores;
         nothing large is allocated in a call but frames for the cache. A buffer that is aligned to
         pages is filled past the page cache where the storage is read so.
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from snapstore.backend.base import Backend
     from snapstore.format.tables import Rows
+    from snapstore.ids import PackId
     from snapstore.repository.stream_reader import StreamReader
     from snapstore.repository.verifier import WholeChunks
 
@@ -93,8 +94,9 @@ _scratch = _Scratch()
 class RangeReader:
     """The streams of one rank, to be read in long ranges. Thread-safe.
 
-    Each thread that reads keeps one buffer for stored and one for decoded bytes for as long as it
-    lives, together at most 12 MiB, for all readers.
+    Each thread that reads keeps a buffer for stored bytes, one for a decoded frame and one for its
+    planes for as long as it lives, together about 16 MiB, for all readers. What other ranges need
+    as well is in the cache, and while it is loaded in memory as `StreamReader` says.
     """
 
     def __init__(self, backend: Backend, cached: StreamReader, *, read_bytes_max: int) -> None:
@@ -185,6 +187,7 @@ class _Range:
         self._stream = stream
         self._into = into
         self._pieces = pieces
+        self._errors: dict[PackId, FrameErrors] = {}
         self._chunks: WholeChunks | None = None
         if self._verifier is not None:
             start = min(run[0].start for run in pieces.values())
@@ -227,7 +230,7 @@ class _Range:
         for unit, planned in self._units(frames, read_bytes_max):
             stored = _scratch.stored(unit.length)
             read_unit(self._backend, unit, stored)
-            errors = FrameErrors(unit.pack)
+            errors = self._errors_of(unit.pack)
             for frame in planned:
                 begin = frame.offset - unit.offset
                 with errors.about(frame):
@@ -269,7 +272,7 @@ class _Range:
             part = ReadUnit(unit.pack, frame.offset + piece.offset, piece.length, 0, 0)
             read_unit(self._backend, part, target)
             checksum.update(target)
-        with FrameErrors(unit.pack).about(frame):
+        with self._errors_of(unit.pack).about(frame):
             if checksum.digest() != frame.checksum:
                 raise DigestMismatch("damaged, its checksum differs")
             if all(self._is_right(piece) for piece in pieces):
@@ -280,6 +283,12 @@ class _Range:
             read_unit(self._backend, whole, stored)
             check_stored(frame, stored)
             self._place(frame, stored, pieces)
+
+    def _errors_of(self, pack: PackId) -> FrameErrors:
+        found = self._errors.get(pack)
+        if found is None:
+            found = self._errors[pack] = FrameErrors(pack)
+        return found
 
     def _is_right(self, piece: _Piece) -> bool:
         """Whether a piece that is in place can be checked there, and is what it should be."""

@@ -61,7 +61,6 @@ class StreamReader:
             IntegrityError: They contradict each other, or cannot be had.
         """
         self._backend = backend
-        self._rank = rank
         self._cache = cache
         self._read_bytes_max = read_bytes_max
         self._layout = rank.layout
@@ -101,8 +100,11 @@ class StreamReader:
                 np.frombuffer(target, np.uint8)[:] = 0
             else:
                 decoded = frames[frame]
-                self._check(Destination(0, stream, position - base, length, offset), decoded)
                 skip = offset + start - position
+                if self.verifier is not None:
+                    # Of a small read only the chunks that it touches: it is waited for.
+                    place = Destination(0, stream, start - base, end - start, skip)
+                    self.verifier.check(place, decoded.data, decoded.checked)
                 copy_bytes(target, decoded.data[skip : skip + len(target)])
             position += length
 
@@ -123,32 +125,24 @@ class StreamReader:
             total += size
         yield range(begin, rows.stop)
 
-    def _check(self, place: Destination, decoded: DecodedFrame) -> None:
-        """Check a run of bytes against the manifest, once for as long as the frame is kept."""
-        if self.verifier is None:
-            return
-        claim = (self._rank.id, place)
-        if claim not in decoded.checked:
-            self.verifier.check(place, decoded.data)
-            decoded.checked.add(claim)
-
     def _load_frames(self, segments: Rows) -> dict[int, DecodedFrame]:
         """Get the decoded frames that segments lie in, by row of the layout."""
-        rows = np.unique(segments["frame"][segments["frame"] != ZEROS])
-        keys = self._keys(rows)
+        used = dict.fromkeys(segments["frame"].tolist())
+        used.pop(ZEROS, None)
+        keys = self._keys([*used])
         row_of = {key: row for row, key in keys.items()}
         found = self._cache.get(
             list(row_of), lambda missing: self._fetch([row_of[key] for key in missing])
         )
         return {row: found[key] for row, key in keys.items()}
 
-    def _keys(self, rows: Rows) -> dict[int, FrameKey]:
+    def _keys(self, rows: list[int]) -> dict[int, FrameKey]:
         frames = self._layout.frames[rows]
         columns = [frames[name].tolist() for name in ("pack", *FrameKey._fields[1:])]
         packs = self._layout.packs["id"]
         return {
             row: FrameKey(packs[pack].tobytes(), *place)
-            for row, pack, *place in zip(rows.tolist(), *columns, strict=True)
+            for row, pack, *place in zip(rows, *columns, strict=True)
         }
 
     def _fetch(self, rows: Sequence[int]) -> Iterator[tuple[FrameKey, DecodedFrame]]:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from snapstore.format.tables import Rows
     from snapstore.repository.read_plan import Destination
 
-__all__ = ["ChunkVerifier", "WholeChunks"]
+__all__ = ["ChunkVerifier", "Claim", "WholeChunks"]
+
+Claim = tuple[bytes, int, int]
+"""That the chunk of an extent lies in a frame: rank id, row of the extent, offset of the chunk."""
 
 _ID_BYTES = 32
 
@@ -60,8 +63,15 @@ class ChunkVerifier:
                 next_step=self._next_step,
             )
 
-    def check(self, place: Destination, decoded: memoryview) -> None:
+    def check(
+        self, place: Destination, decoded: memoryview, known: set[Claim] | None = None
+    ) -> None:
         """Check the chunks that a run of a decoded frame is said to hold.
+
+        Args:
+            place: The run, and where in the frame it is.
+            decoded: The whole frame.
+            known: Claims about this frame that were found to be true, of any rank; grows.
 
         Raises:
             DigestMismatch: The bytes are not those of the manifest.
@@ -71,11 +81,15 @@ class ChunkVerifier:
         last = int(np.searchsorted(self._ends, base + place.length, side="left"))
         rows = self._extents[first : last + 1].tolist()
         position = int(self._ends[first]) - rows[0][0]
-        for length, chunk_offset, chunk_length, chunk_id in rows:
+        for row, (length, chunk_offset, chunk_length, chunk_id) in enumerate(rows, first):
             begin = place.offset + position - base - chunk_offset
             position += length
+            claim = (self._rank.raw, row, begin)
+            if known is not None and claim in known:
+                continue
             if not chunk_length:
-                inside = decoded[max(begin, place.offset) : min(begin + length, len(decoded))]
+                end = min(begin + length, place.offset + place.length)
+                inside = decoded[max(begin, place.offset) : end]
                 matches = not np.frombuffer(inside, np.uint8).any()
             elif begin < 0 or begin + chunk_length > len(decoded):
                 matches = False
@@ -89,6 +103,8 @@ class ChunkVerifier:
                     "should be",
                     next_step=self._next_step,
                 )
+            if known is not None and chunk_length:
+                known.add(claim)
 
     def whole_chunks(self, stream: int, start: int, length: int) -> WholeChunks:
         """Prepare for checking runs of bytes within a range of a stream."""
