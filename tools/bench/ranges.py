@@ -6,7 +6,8 @@ A page image with the mix of gen.py, or FILE, is pushed into stores below DIR, w
 tmpfs so that no disk is measured. For each compression and integrity, 1 and 2 threads take the
 ranges of the file in turns; each reads into its own page-aligned buffer and uses it again, so what
 is timed is what comes before a UFFDIO_COPY. The first round compares every byte with the file and
-is not timed; each round opens the store anew, so that no frame of it is in the cache. GB/s count the bytes of the ranges of data, not the zeros between them.
+is not timed; each opens the store anew, so that no frame is in the cache. GB/s count the bytes of
+the ranges of data, not the zeros between them.
 
 Faults are single threads that read 4 KiB and 64 KiB at random places through the cache, the first
 time and again. Needs the packages of snapstore.
