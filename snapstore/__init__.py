@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from snapstore.errors import SnapError
+    from snapstore.format.page_order import PageRun, decode_page_order, encode_page_order
     from snapstore.format.tree import EntryType
     from snapstore.ids import RankId, RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
     from snapstore.options import Compression, Integrity, StoreOptions
     from snapstore.progress import Progress, ProgressCallback
     from snapstore.repository.arriving_file import FileWriter
     from snapstore.repository.diff import DiffBytes, SnapshotDiff, StreamDiff
+    from snapstore.repository.file_ranges import FileRange
     from snapstore.repository.file_reader import SnapshotEntry, SnapshotFile
     from snapstore.repository.pull import PullResult
     from snapstore.repository.refs import NameGeneration, ResolvedRef
@@ -40,12 +42,14 @@ __all__ = [
     "DescribedFile",
     "DiffBytes",
     "EntryType",
+    "FileRange",
     "FileWriter",
     "Freed",
     "Integrity",
     "NameGeneration",
     "NamespaceStats",
     "ObjectTotals",
+    "PageRun",
     "Progress",
     "ProgressCallback",
     "PullResult",
@@ -68,7 +72,9 @@ __all__ = [
     "StoreOptions",
     "StoreStats",
     "StreamDiff",
+    "decode_page_order",
     "describe_images",
+    "encode_page_order",
     "init_store",
     "open_store",
     "parse_snapshot_ref",
@@ -78,6 +84,9 @@ __all__ = [
 # loading all of it would take as long as restoring a small process.
 _HOMES = {
     "SnapError": "snapstore.errors",
+    "PageRun": "snapstore.format.page_order",
+    "decode_page_order": "snapstore.format.page_order",
+    "encode_page_order": "snapstore.format.page_order",
     "EntryType": "snapstore.format.tree",
     "RankId": "snapstore.ids",
     "RefName": "snapstore.ids",
@@ -93,6 +102,7 @@ _HOMES = {
     "DiffBytes": "snapstore.repository.diff",
     "SnapshotDiff": "snapstore.repository.diff",
     "StreamDiff": "snapstore.repository.diff",
+    "FileRange": "snapstore.repository.file_ranges",
     "SnapshotEntry": "snapstore.repository.file_reader",
     "SnapshotFile": "snapstore.repository.file_reader",
     "PullResult": "snapstore.repository.pull",

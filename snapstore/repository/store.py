@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from snapstore.repository.stats import StoreStats
     from snapstore.repository.summary import SnapshotSummary
     from snapstore.repository.write_session import PushResult
+    from snapstore.units import BytesLike
 
 __all__ = ["Store", "init_store", "open_store"]
 
@@ -350,6 +351,41 @@ class Store:
             dry_run=dry_run,
             memory_bytes=self._options.memory_bytes,
         )
+
+    def put_hint(self, topic: str, name: str, data: BytesLike) -> None:
+        """Leave advice for whoever works with this store, in the place of what was there.
+
+        Nothing may depend on a hint: it can vanish, and anybody who may write can replace it. Of
+        several who write at once any one wins, and who reads meanwhile may find nothing.
+
+        Args:
+            topic: What it is about, such as `page-order`: lower-case letters, digits and `-`.
+            name: For what, such as the id of a snapshot: letters, digits, `.`, `_` and `-`.
+            data: At most 16 MiB, of the form that the topic has.
+
+        Raises:
+            UsageError: No hint can have that topic and name.
+            LimitExceeded: It is too long.
+            AccessDenied: The store cannot be written.
+        """
+        from snapstore.repository.hints import put_hint
+
+        put_hint(self._backend, topic, name, data)
+
+    def get_hint(
+        self, topic: str, name: str, limit_bytes: int = limits.HINT_BYTES_MAX
+    ) -> bytes | None:
+        """Read advice; None if there is none, it is too long, or it cannot be read.
+
+        Check it like anything that a stranger wrote: nobody has signed it, and if it is replaced
+        meanwhile it may be cut short.
+
+        Raises:
+            UsageError: No hint can have that topic and name.
+        """
+        from snapstore.repository.hints import get_hint
+
+        return get_hint(self._backend, topic, name, limit_bytes=limit_bytes)
 
     def _refuse_overlap(self, directory: Path) -> None:
         """Refuse a tree that contains the store, or that the store contains."""
