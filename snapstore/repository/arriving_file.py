@@ -86,7 +86,6 @@ class Landing:
         path: The file.
         feed: Takes its windows.
         held: Bytes that files may hold; `HELD_BYTES_MIN` of them are this file's already.
-        filled: Windows that may be filled in place.
         begin: Makes a stream of the file.
         add_small: Takes the bytes of a small file, which goes on holding what it holds.
         ended: Told the size of the file when it is complete, or None if it never will be.
@@ -95,7 +94,6 @@ class Landing:
     path: bytes
     feed: WindowFeed
     held: Allowance
-    filled: Allowance
     begin: Callable[[], IngestStream]
     add_small: Callable[[bytes], None]
     ended: Callable[[int | None], None]
@@ -234,7 +232,7 @@ class FileWriter:
                 self._fill_in_place()
         elif self._grow():
             pass
-        elif self._landing.filled.try_take(1):
+        elif self._landing.feed.take_place():
             self._has_place = True
             self._fill_in_place()
         else:
@@ -302,7 +300,7 @@ class FileWriter:
         self._landing.held.give(self._held_bytes)
         self._held_bytes = 0
         if self._has_place:
-            self._landing.filled.give(1)
+            self._landing.feed.leave_place()
             self._has_place = False
         self._landing.ended(size_bytes)
 

@@ -54,7 +54,7 @@ class MemoryPlan:
         readers: Reads in flight where the storage answers at once.
         readers_max: Reads in flight that the budget has room for.
         window_buffers: Windows in the pipeline.
-        windows_affordable: Windows that the budget has room for.
+        windows_spare: Windows that the budget has room for besides.
         pack_bytes: At what size a pack is closed.
         packs_in_flight: Packs that are filled or written at once.
         catalog_bytes: Known chunks.
@@ -67,7 +67,7 @@ class MemoryPlan:
     readers: int
     readers_max: int
     window_buffers: int
-    windows_affordable: int
+    windows_spare: int
     pack_bytes: int
     packs_in_flight: int
     catalog_bytes: int
@@ -79,11 +79,9 @@ class MemoryPlan:
     def for_arrivals(cls, options: StoreOptions) -> Self:
         """Divide the budget of `options` for a snapshot whose files arrive side by side."""
         plan = cls.of(options, held_bytes=options.memory_bytes // _HELD_SHARE)
-        # What is filled is for as long not in the pipeline, which needs at least one.
-        room = plan.windows_affordable - plan.window_buffers
-        filled = min(_WINDOWS_FILLED_MAX, max(room, 1))
-        windows = min(plan.window_buffers + filled, plan.windows_affordable)
-        return dataclasses.replace(plan, window_buffers=windows, windows_filled=filled)
+        # If there is room for none besides those of the pipeline, it lends one: it has two.
+        filled = min(_WINDOWS_FILLED_MAX, max(plan.windows_spare, 1))
+        return dataclasses.replace(plan, windows_filled=filled)
 
     @classmethod
     def of(cls, options: StoreOptions, *, held_bytes: int = 0) -> Self:
@@ -113,7 +111,7 @@ class MemoryPlan:
             readers=min(options.threads_effective + _READERS_AHEAD, readers_max),
             readers_max=readers_max,
             window_buffers=min(windows, threads + _WINDOWS_AHEAD),
-            windows_affordable=windows,
+            windows_spare=max(windows - threads - _WINDOWS_AHEAD, 0),
             pack_bytes=pack_bytes,
             packs_in_flight=packs_in_flight,
             catalog_bytes=catalog_bytes,

@@ -105,7 +105,6 @@ class SnapshotWriter:
         self._session = session
         self._request = request
         self._held = Allowance(plan.held_bytes)
-        self._filled = Allowance(plan.windows_filled)
         self._plan = plan
         self._mtime_ns = session.clock.now_ns()
         self._lock = threading.Lock()
@@ -115,7 +114,9 @@ class SnapshotWriter:
         self._open: set[bytes] = set()
         self._given_up: bytes | None = None
         self._committed = False
-        self._feed = WindowFeed(session.ingest, session.buffers, renew=session.lease.renew_if_due)
+        self._feed = WindowFeed(
+            session.ingest, session.buffers, plan, renew=session.lease.renew_if_due
+        )
         session.stop_first(self._feed.close)
 
     @property
@@ -176,7 +177,6 @@ class SnapshotWriter:
             path=entry.path,
             feed=self._feed,
             held=self._held,
-            filled=self._filled,
             begin=functools.partial(target.begin_stream, entry.path, kind),
             add_small=functools.partial(target.add_small, entry.path),
             ended=functools.partial(self._end_file, target, entry),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from snapstore.repository.buffers import BufferPool
     from snapstore.repository.ingest import Ingest, IngestJob, IngestStream
+    from snapstore.repository.memory import MemoryPlan
     from snapstore.repository.windows import ByteArray, Window
 
 __all__ = ["WindowFeed"]
@@ -28,16 +29,21 @@ class WindowFeed:
     who wait for a buffer.
     """
 
-    def __init__(self, ingest: Ingest, buffers: BufferPool, *, renew: Callable[[], None]) -> None:
+    def __init__(
+        self, ingest: Ingest, buffers: BufferPool, plan: MemoryPlan, *, renew: Callable[[], None]
+    ) -> None:
         """Start the thread.
 
         Args:
             ingest: The pipeline; nobody else uses it until `finish` or `close` has returned.
             buffers: Of the pipeline.
+            plan: How many windows may be filled, and how many there may be more for that.
             renew: Called now and then on the thread, also while nothing arrives.
         """
         self._ingest = ingest
         self._buffers = buffers
+        self._plan = plan
+        self._places = 0
         self._renew = renew
         self._lock = threading.Lock()
         self._inbox: list[IngestJob] = []
@@ -58,6 +64,23 @@ class WindowFeed:
         except Interrupted:
             self.check()
             raise
+
+    def take_place(self) -> bool:
+        """Ask for the right to keep one buffer for as long as a file takes to fill it."""
+        with self._lock:
+            if self._places == self._plan.windows_filled:
+                return False
+            self._places += 1
+            if self._places <= self._plan.windows_spare:
+                self._buffers.widen()
+            return True
+
+    def leave_place(self) -> None:
+        """Give this right back, after the buffer."""
+        with self._lock:
+            if self._places <= self._plan.windows_spare:
+                self._buffers.narrow()
+            self._places -= 1
 
     def give_back(self, buffer: ByteArray) -> None:
         """Return a buffer that was not submitted."""
