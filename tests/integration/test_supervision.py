@@ -5,12 +5,9 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from snapagent.linux import namespaces, processes
 from snapagent.supervision import Place, Supervisor
 from tests.support.placeholder import placeholder_container
 from tests.support.supervised import (
+    agent_role,
     has_ended,
     marked,
     namespaces_in_use,
@@ -32,7 +30,6 @@ from tests.support.waiting import wait_until
 
 pytestmark = [needs_root, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 PLACES = ["here", "fresh pids", "fresh network", "all fresh", "joined"]
 LOOPS = 30
 END_S_MAX = 30
@@ -82,34 +79,6 @@ def own_namespaces(supervisor: Supervisor) -> set[str]:
     ours = {namespaces.namespace_id(os.getpid(), kind) for kind in kinds}
     its = {namespaces.namespace_id(supervisor.keeper_pid, kind) for kind in kinds}
     return {name for name in its - ours if name is not None}
-
-
-class Agent:
-    """A process that plays the agent, and what it has started."""
-
-    def __init__(self, process: subprocess.Popen[bytes], pid: int, keeper: int) -> None:
-        self.process = process
-        self.supervisor_pid = pid
-        self.keeper_pid = keeper
-
-
-@contextmanager
-def agent_role(place: Place, work: Path, argv: list[str], **more: str) -> Iterator[Agent]:
-    """Run a process that plays the agent, until it is killed."""
-    order = {"place": asdict(place), "work": str(work), "argv": argv, "task": "restore"}
-    order |= {"reasons": str(work.with_name("reasons")), "step": "ran"} | more
-    script = ROOT / "tests" / "support" / "agent_role.py"
-    with subprocess.Popen(  # noqa: S603 - this interpreter, with a script of ours.
-        [sys.executable, str(script), json.dumps(order)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={"PYTHONPATH": str(ROOT)},
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield Agent(process, **json.loads(process.stdout.readline()))
-        finally:
-            process.kill()
 
 
 # -- told to --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Plays an agent that will be killed: it starts a supervisor, runs a tree, and waits.
 
-Arguments: a JSON object with `place`, `work`, `reasons`, `argv`, `task`, `step`. It prints what the
-test has to know as one line of JSON, and ends when its standard input does.
+The argument is a JSON object with `place`, `work`, `reasons`, `argv`, `task`, `directories` and
+`step`. It prints what the test has to know as one line of JSON, and ends when its input does.
 """
 
 import json
@@ -19,6 +19,7 @@ def main() -> None:
         Place(**order["place"]),
         Path(order["work"]),
         task=order["task"],
+        directories={name: Path(path) for name, path in order["directories"].items()},
         reason_file=Path(order["reasons"]),
     )
     if order["step"] == "running":

@@ -19,8 +19,9 @@ SYSTEM_DIRECTORIES = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/dev"]
 PREPARE = """
 set -e
 root=$1; shift
-mount -t tmpfs placeholder "$root"
-mkdir "$root/tmp" "$root/proc"
+mount -t tmpfs -o mode=755 placeholder "$root"
+mkdir -m 1777 "$root/tmp"
+mkdir "$root/proc"
 for path in "$@"; do
   mkdir -p "$root$path"
   mount --rbind "$path" "$root$path"

@@ -1,12 +1,18 @@
 """For tests of supervisors: what must not be left behind, and programs that are hard to end."""
 
+import json
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from snapagent.linux import namespaces, processes
+from snapagent.supervision import Place
 from tests.support.waiting import wait_until
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
@@ -72,3 +78,32 @@ def has_ended(pid: int) -> Callable[[], bool]:
         return state is None or state.ended
 
     return ended
+
+
+class Agent:
+    """A process that plays the agent, and what it has started."""
+
+    def __init__(self, process: subprocess.Popen[bytes], pid: int, keeper: int) -> None:
+        self.process = process
+        self.supervisor_pid = pid
+        self.keeper_pid = keeper
+
+
+@contextmanager
+def agent_role(place: Place, work: Path, argv: list[str], **more: object) -> Iterator[Agent]:
+    """Run a process that plays the agent, until it is killed."""
+    order = {"place": asdict(place), "work": str(work), "argv": argv, "task": "restore"}
+    order |= {"directories": {}}
+    order |= {"reasons": str(work.with_name("reasons")), "step": "ran"} | more
+    script = Path(__file__).with_name("agent_role.py")
+    with subprocess.Popen(  # noqa: S603 - this interpreter, with a script of ours.
+        [sys.executable, str(script), json.dumps(order)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield Agent(process, **json.loads(process.stdout.readline()))
+        finally:
+            process.kill()
