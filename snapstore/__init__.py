@@ -14,32 +14,42 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from snapstore.errors import SnapError
+    from snapstore.format.page_order import PageRun, decode_page_order, encode_page_order
     from snapstore.format.tree import EntryType
     from snapstore.ids import RankId, RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
     from snapstore.options import Compression, Integrity, StoreOptions
     from snapstore.progress import Progress, ProgressCallback
+    from snapstore.repository.arriving_file import FileWriter
     from snapstore.repository.diff import DiffBytes, SnapshotDiff, StreamDiff
+    from snapstore.repository.file_ranges import FileRange
     from snapstore.repository.file_reader import SnapshotEntry, SnapshotFile
     from snapstore.repository.pull import PullResult
-    from snapstore.repository.push import PushResult
     from snapstore.repository.refs import NameGeneration, ResolvedRef
     from snapstore.repository.removal import Freed, RemovedName, RemoveResult
     from snapstore.repository.snapshot import Snapshot
+    from snapstore.repository.snapshot_writer import SnapshotWriter
     from snapstore.repository.stats import NamespaceStats, ObjectTotals, StoreStats
     from snapstore.repository.store import Store, init_store, open_store
     from snapstore.repository.summary import SnapshotSummary
+    from snapstore.repository.write_session import PushResult
+    from snapstore.source.described import Described, DescribedFile, describe_images
     from snapstore.version import VERSION
 
 __all__ = [
     "VERSION",
     "Compression",
+    "Described",
+    "DescribedFile",
     "DiffBytes",
     "EntryType",
+    "FileRange",
+    "FileWriter",
     "Freed",
     "Integrity",
     "NameGeneration",
     "NamespaceStats",
     "ObjectTotals",
+    "PageRun",
     "Progress",
     "ProgressCallback",
     "PullResult",
@@ -57,10 +67,14 @@ __all__ = [
     "SnapshotId",
     "SnapshotRef",
     "SnapshotSummary",
+    "SnapshotWriter",
     "Store",
     "StoreOptions",
     "StoreStats",
     "StreamDiff",
+    "decode_page_order",
+    "describe_images",
+    "encode_page_order",
     "init_store",
     "open_store",
     "parse_snapshot_ref",
@@ -70,6 +84,9 @@ __all__ = [
 # loading all of it would take as long as restoring a small process.
 _HOMES = {
     "SnapError": "snapstore.errors",
+    "PageRun": "snapstore.format.page_order",
+    "decode_page_order": "snapstore.format.page_order",
+    "encode_page_order": "snapstore.format.page_order",
     "EntryType": "snapstore.format.tree",
     "RankId": "snapstore.ids",
     "RefName": "snapstore.ids",
@@ -81,19 +98,21 @@ _HOMES = {
     "StoreOptions": "snapstore.options",
     "Progress": "snapstore.progress",
     "ProgressCallback": "snapstore.progress",
+    "FileWriter": "snapstore.repository.arriving_file",
     "DiffBytes": "snapstore.repository.diff",
     "SnapshotDiff": "snapstore.repository.diff",
     "StreamDiff": "snapstore.repository.diff",
+    "FileRange": "snapstore.repository.file_ranges",
     "SnapshotEntry": "snapstore.repository.file_reader",
     "SnapshotFile": "snapstore.repository.file_reader",
     "PullResult": "snapstore.repository.pull",
-    "PushResult": "snapstore.repository.push",
     "ResolvedRef": "snapstore.repository.refs",
     "NameGeneration": "snapstore.repository.refs",
     "Freed": "snapstore.repository.removal",
     "RemoveResult": "snapstore.repository.removal",
     "RemovedName": "snapstore.repository.removal",
     "Snapshot": "snapstore.repository.snapshot",
+    "SnapshotWriter": "snapstore.repository.snapshot_writer",
     "NamespaceStats": "snapstore.repository.stats",
     "ObjectTotals": "snapstore.repository.stats",
     "StoreStats": "snapstore.repository.stats",
@@ -101,6 +120,10 @@ _HOMES = {
     "init_store": "snapstore.repository.store",
     "open_store": "snapstore.repository.store",
     "SnapshotSummary": "snapstore.repository.summary",
+    "PushResult": "snapstore.repository.write_session",
+    "Described": "snapstore.source.described",
+    "DescribedFile": "snapstore.source.described",
+    "describe_images": "snapstore.source.described",
     "VERSION": "snapstore.version",
 }
 

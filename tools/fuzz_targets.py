@@ -26,6 +26,7 @@ from snapstore.format import (
     limits,
     mark,
     pack,
+    page_order,
     rank,
     ref,
     snapshot,
@@ -34,7 +35,15 @@ from snapstore.format.tables import as_rows
 from snapstore.format.tree import decode_tree
 from snapstore.ids import Digest, parse_snapshot_ref
 from snapstore.options import Compression
-from snapstore.source import criu_images, criu_pagemap, criu_reader, nvidia, safe_yaml
+from snapstore.source import (
+    criu_files,
+    criu_images,
+    criu_memory,
+    criu_pagemap,
+    criu_reader,
+    nvidia,
+    safe_yaml,
+)
 from snapstore.source.scan import scan_tree
 from snapstore.source.tree_index import TreeIndex, WarningList
 
@@ -231,6 +240,13 @@ def _pagemap(data: bytes) -> None:
         assert entry is not None
 
 
+def _memory(data: bytes) -> None:
+    found = criu_memory.parse_mm(data)
+    mapped = found.vmas.mapped()
+    assert (mapped.starts[1:] >= mapped.ends[:-1]).all()
+    assert len(found.file_ids) <= len(found.vmas)
+
+
 def _nvidia(data: bytes) -> None:
     """A tree whose manifests, in YAML and in lines, are the input."""
     with tempfile.TemporaryDirectory(prefix="snapstore-fuzz-") as name:
@@ -258,6 +274,8 @@ cudaRestore: {pids: [1, 2], storageMode: custom}
 _ROW = bytes(36) + _LENGTH.pack(0) + _LENGTH.pack(4096)
 _VMA = _message((1, 0x1000), (2, 0x2000), (4, 1), (5, 1), (6, 2), (7, 64))
 _REGULAR = _message((1, 1), (2, 0), (6, b"/lib/a"), (8, 9), (11, 7))
+_INET = _message(*((n, 2) for n in range(1, 11)), (11, 1), (12, b"\x01\0\0\x02"), (18, 1))
+_UNIX = _message(*((n, 1) for n in range(1, 9)), (11, b"\0name"))
 _CPU = _message((1, 1), (2, 6), (3, 143), (4, 8), (5, 2), (6, 0xABCD), (6, 7), (7, b"Xeon"))
 _TASK = _message((1, 1), (2, 0), (6, b"python"))
 
@@ -268,6 +286,7 @@ TARGETS: dict[str, Target] = {
     "layout-meta": Target(run=layout.parse_meta, vectors="layout-meta"),
     "ref": Target(run=ref.decode_ref, vectors="ref"),
     "lease": Target(run=lease.decode_lease, vectors="lease"),
+    "page-order": Target(run=page_order.decode_page_order, vectors="page-order"),
     "mark": Target(run=mark.decode_mark, vectors="mark"),
     "tree": Target(run=decode_tree, vectors="tree"),
     "envelope": Target(run=_envelope, vectors="envelope"),
@@ -306,12 +325,59 @@ TARGETS: dict[str, Target] = {
         seeds=(_image(criu_images.MAGIC_CORE, _message((1, 1), (2, b"x"), (3, _TASK))),),
     ),
     "criu-mm": Target(
-        run=criu_images.parse_mm,
-        seeds=(_image(criu_images.MAGIC_MM, _message((1, 1), (12, 1), (14, _VMA))),),
+        run=_memory,
+        seeds=(
+            _image(criu_memory.MAGIC_MM, _message((1, 1), (12, 1), (14, _VMA))),
+            _image(criu_memory.MAGIC_MM, _message((1, 1), (12, 1), (14, _VMA + b"\x78\x01"))),
+        ),
     ),
     "criu-files": Target(
-        run=criu_images.parse_files,
-        seeds=(_image(criu_images.MAGIC_FILES, _message((1, 1), (2, 1), (3, _REGULAR))),),
+        run=criu_files.parse_files,
+        seeds=(_image(criu_files.MAGIC_FILES, _message((1, 1), (2, 1), (3, _REGULAR))),),
+    ),
+    "criu-open-files": Target(
+        run=criu_files.parse_open_files,
+        seeds=(
+            _image(
+                criu_files.MAGIC_FILES,
+                _message((1, 1), (2, 1), (3, _REGULAR)),
+                _message((1, 4), (2, 2), (4, _INET)),
+                _message((1, 5), (2, 3), (16, _UNIX)),
+                _message((1, 18), (2, 4), (20, _message((1, 4), (5, 1)))),
+            ),
+        ),
+    ),
+    "criu-fdinfo": Target(
+        run=criu_files.parse_fdinfo,
+        seeds=(_image(criu_files.MAGIC_FDINFO, _message((1, 1), (2, 0), (3, 1), (4, 0))),),
+    ),
+    "criu-fs": Target(
+        run=criu_files.parse_fs,
+        seeds=(_image(criu_files.MAGIC_FS, _message((1, 1), (2, 2), (3, 18))),),
+    ),
+    "criu-remaps": Target(
+        run=criu_files.parse_remaps,
+        seeds=(_image(criu_files.MAGIC_REMAPS, _message((1, 1), (2, 2), (3, 1))),),
+    ),
+    "criu-memfd": Target(
+        run=criu_files.parse_memfd,
+        seeds=(_image(criu_files.MAGIC_MEMFD, _message((1, b"shm"), (4, 4096), (5, 7), (7, 1))),),
+    ),
+    "criu-ghost-file": Target(
+        run=criu_files.parse_ghost_file,
+        seeds=(_image(criu_files.MAGIC_GHOST_FILE, _message((3, 0o100600), (10, 5))),),
+    ),
+    "criu-ids": Target(
+        run=criu_images.parse_ids,
+        seeds=(_image(criu_images.MAGIC_IDS, _message(*((n, n) for n in range(1, 13)))),),
+    ),
+    "criu-stats": Target(
+        run=criu_images.parse_dump_stats,
+        seeds=(_image(criu_images.MAGIC_STATS, _message((1, _message((1, 5), (2, 6))))),),
+    ),
+    "criu-restore-stats": Target(
+        run=criu_images.parse_restore_stats,
+        seeds=(_image(criu_images.MAGIC_STATS, _message((2, _message((3, 5), (4, 6))))),),
     ),
     "criu-cpuinfo": Target(
         run=criu_images.parse_cpuinfo,

@@ -20,6 +20,7 @@ from snapstore.units import PAGE_BYTES
 
 __all__ = [
     "Analysis",
+    "Before",
     "ByteArray",
     "Cut",
     "Cutter",
@@ -71,6 +72,19 @@ class Cut:
     carried: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Before:
+    """What a part of a window has to know of the part before it, to be cut as the whole would be.
+
+    Attributes:
+        word: The last four bytes.
+        zeros: It ended in zeros that are not stored; zeros at the beginning go on with them.
+    """
+
+    word: bytes
+    zeros: bool
+
+
 class Cutter(Protocol):
     """Decides the chunks of one class of data. Stateless and thread-safe."""
 
@@ -84,8 +98,11 @@ class Cutter(Protocol):
         """How far apart the pages are that tell the texture of a chunk (`textures`)."""
         ...
 
-    def analyse(self, window: ByteArray) -> Analysis:
-        """Find zero runs and possible cuts of a window that starts at a multiple of 4096."""
+    def analyse(self, window: ByteArray, before: Before | None = None) -> Analysis:
+        """Find zero runs and possible cuts of a window that starts at a multiple of 4096.
+
+        With `before` it is a later part of a window, as `parts.divide` makes them.
+        """
         ...
 
     def cut(self, analysis: Analysis, *, carried: int, final: bool) -> Cut:

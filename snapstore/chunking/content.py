@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from snapstore.chunking.base import (
     Analysis,
+    Before,
     ByteArray,
     Cut,
     Offsets,
@@ -26,7 +27,10 @@ from snapstore.chunking.base import (
 )
 from snapstore.units import KIB, PAGE_BYTES
 
-__all__ = ["ContentCutter"]
+__all__ = ["ZERO_RUN_BYTES", "ContentCutter"]
+
+ZERO_RUN_BYTES = 32 * KIB
+"""A shorter run of zeros is not worth an extent of its own, nor two more chunks beside it."""
 
 U32 = npt.NDArray[np.uint32]
 
@@ -56,7 +60,7 @@ class ContentCutter:
     """
 
     mean_bytes: int = 256 * KIB
-    zero_run_bytes: int = 32 * KIB
+    zero_run_bytes: int = ZERO_RUN_BYTES
 
     @property
     def chunk_bytes_max(self) -> int:
@@ -68,19 +72,32 @@ class ContentCutter:
         """A number of pages of each chunk."""
         return max(self.mean_bytes // _PAGES_COMPARED, PAGE_BYTES)
 
-    def analyse(self, window: ByteArray) -> Analysis:
+    def analyse(self, window: ByteArray, before: Before | None = None) -> Analysis:
         """Find long zero runs and positions where a chunk may end."""
         # Four suggestions per mean length, one in eight of them strong.
-        ends, hashes = _scan(window, _threshold(4 * _SIEVE, self.mean_bytes))
+        threshold = _threshold(4 * _SIEVE, self.mean_bytes)
+        ends, hashes = _scan(window, threshold)
+        if before is not None:
+            first_ends, first_hashes = _scan_border(before.word, window, threshold)
+            ends, hashes = np.append(first_ends, ends), np.append(first_hashes, hashes)
         strong = hashes > _threshold(_SIEVE // 2, self.mean_bytes)
-        runs = zero_block_runs(window, _may_be_zero(window))
-        runs = runs[runs[:, 1] - runs[:, 0] >= self.zero_run_bytes]
         return Analysis(
             length=len(window),
-            zero_runs=_widen(window, runs),
+            zero_runs=self._zero_runs(window, goes_on=before is not None and before.zeros),
             ends=ends,
             strong=strong,
         )
+
+    def _zero_runs(self, window: ByteArray, *, goes_on: bool) -> Offsets:
+        """Find runs that are long enough; one that `goes_on` from the part before always is."""
+        runs = zero_block_runs(window, _may_be_zero(window))
+        if not goes_on:
+            return _widen(window, runs[runs[:, 1] - runs[:, 0] >= self.zero_run_bytes])
+        end = int(runs[0, 1]) if len(runs) and not runs[0, 0] else 0
+        runs = runs[runs[:, 0] > 0]
+        others = _widen(window, runs[runs[:, 1] - runs[:, 0] >= self.zero_run_bytes])
+        end += _leading_zeros(window[end : end + PAGE_BYTES])
+        return np.concatenate((np.array([[0, end]] if end else np.empty((0, 2)), np.int64), others))
 
     def cut(self, analysis: Analysis, *, carried: int, final: bool) -> Cut:
         """Decide the pieces; see `Cutter.cut`."""
@@ -155,6 +172,14 @@ def _scan(window: ByteArray, threshold: np.uint32) -> tuple[Offsets, U32]:
     ends, hashes = ends[passed], hashes[passed]
     order = np.argsort(ends, kind="stable")
     return ends[order], hashes[order]
+
+
+def _scan_border(word: bytes, window: ByteArray, threshold: np.uint32) -> tuple[Offsets, U32]:
+    """Find the positions that pass among the first three, whose words begin before the window."""
+    border = np.concatenate((np.frombuffer(word, np.uint8), window[: _WORD_BYTES - 1]))
+    ends, hashes = _scan(border, threshold)
+    inside = ends > _WORD_BYTES
+    return ends[inside] - _WORD_BYTES, hashes[inside]
 
 
 def _may_be_zero(window: ByteArray) -> npt.NDArray[np.bool_]:

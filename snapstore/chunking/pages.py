@@ -13,6 +13,7 @@ import numpy as np
 
 from snapstore.chunking.base import (
     Analysis,
+    Before,
     ByteArray,
     Cut,
     Offsets,
@@ -49,8 +50,9 @@ class PageCutter:
         """Every page: a chunk has few."""
         return PAGE_BYTES
 
-    def analyse(self, window: ByteArray) -> Analysis:
+    def analyse(self, window: ByteArray, before: Before | None = None) -> Analysis:
         """Find zero pages and the pages after which a chunk may end."""
+        del before  # Each page speaks for itself.
         sums = block_sums(window)
         threshold = np.uint64((1 << 64) // self.pages_mean)
         ends = (np.flatnonzero(sums * _MULTIPLIER < threshold) + 1) * PAGE_BYTES

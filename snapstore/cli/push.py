@@ -23,7 +23,7 @@ from snapstore.repository.store import open_store
 from snapstore.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from snapstore.repository.push import PushResult
+    from snapstore.repository.write_session import PushResult
 
 __all__ = ["push"]
 

@@ -21,7 +21,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class BufferPool:
-    """A fixed number of equal buffers, page-aligned, made when first needed and then reused.
+    """A number of equal buffers, page-aligned, made when first needed and then reused.
 
     Reuse matters twice: the budget holds, and fresh memory would be paid for page by page.
     Thread-safe. Who borrows must not wait for anything that needs another buffer of this pool.
@@ -32,6 +32,7 @@ class BufferPool:
         self.size_bytes = size_bytes
         self._unmade = count
         self._free: list[ByteArray] = []
+        self._surplus = 0
         self._closed = False
         self._changed = threading.Condition()
 
@@ -51,10 +52,24 @@ class BufferPool:
             self._unmade -= 1
         return page_aligned(self.size_bytes)
 
+    def try_acquire(self) -> ByteArray | None:
+        """Borrow a buffer if one is free.
+
+        Raises:
+            Interrupted: The pool was closed.
+        """
+        with self._changed:
+            if not self._free and not self._unmade and not self._closed:
+                return None
+        return self.acquire()
+
     def release(self, buffer: ByteArray) -> None:
         """Give a borrowed buffer back."""
         assert len(buffer) == self.size_bytes, len(buffer)
         with self._changed:
+            if self._surplus:
+                self._surplus -= 1
+                return
             if not self._closed:
                 self._free.append(buffer)
             self._changed.notify()
@@ -67,6 +82,28 @@ class BufferPool:
             yield buffer
         finally:
             self.release(buffer)
+
+    def widen(self) -> None:
+        """Allow one buffer more."""
+        with self._changed:
+            self._unmade += 1
+            self._changed.notify()
+
+    def narrow(self) -> None:
+        """Allow one buffer less, from the moment at which that many are not lent any more."""
+        with self._changed:
+            if self._unmade:
+                self._unmade -= 1
+            elif self._free:
+                self._free.pop()
+            else:
+                self._surplus += 1
+
+    def trim(self) -> None:
+        """Let the memory of free buffers go; they are made anew when they are needed."""
+        with self._changed:
+            self._unmade += len(self._free)
+            self._free.clear()
 
     def close(self) -> None:
         """Wake everybody who waits, with `Interrupted`, and let the memory go. Idempotent."""

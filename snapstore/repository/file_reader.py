@@ -10,17 +10,20 @@ import dataclasses
 import io
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import override
 
 from snapstore.errors import PathNotFound, UsageError
 from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.fstree import show_path
+from snapstore.repository.file_ranges import FileRange, divide_file
 from snapstore.repository.memory import READ_BYTES
 from snapstore.repository.objects import about
+from snapstore.repository.range_reader import RangeReader
 from snapstore.repository.stream_reader import StreamReader
 from snapstore.target.checks import checked_entries
+from snapstore.units import KIB, MIB, PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +36,14 @@ if TYPE_CHECKING:
     from snapstore.repository.snapshot import LoadedRank, Snapshot
 
 __all__ = ["SnapshotEntry", "SnapshotFile", "SnapshotFiles"]
+
+RANGE_BYTES = 8 * MIB
+"""Long enough that what a range costs by itself is nothing, short enough for many threads."""
+
+RANGE_BYTES_MIN = 64 * KIB
+
+ZEROS_BYTES_MIN = 1 * MIB
+"""Leaving zeros out saves less time than it costs to begin another range if they are fewer."""
 
 _LINKS_MAX = 40
 """Symbolic links followed on the way to one file, as many as Linux follows."""
@@ -77,6 +88,13 @@ class SnapshotEntry:
         return self.type in {EntryType.FILE, EntryType.HARDLINK}
 
 
+class _RankReaders(NamedTuple):
+    """Both ways to read a rank; they share its tables."""
+
+    cached: StreamReader
+    streaming: RangeReader
+
+
 class SnapshotFiles:
     """The merged tree of some ranks. Thread-safe."""
 
@@ -98,7 +116,7 @@ class SnapshotFiles:
         self._cache = cache
         self._integrity = integrity
         self._lock = threading.Lock()
-        self._readers: dict[int, StreamReader] = {}
+        self._readers: dict[int, _RankReaders] = {}
         self._rank_of: dict[bytes, int] = {}
         for number, rank in enumerate(ranks):
             assert rank.meta.rank == rank.number, rank.number  # and refused by then if it is not
@@ -181,23 +199,53 @@ class SnapshotFiles:
         file = self._first_name(self._entries[entry.path])
         count = max(0, min(into.nbytes, file.size_bytes - offset))
         if count:
-            reader = self._reader(self._rank_of[file.path])
+            reader = self._readers_of(file).cached
             reader.read_into(file.stream, file.offset + offset, into[:count])
         return count
 
-    def _reader(self, number: int) -> StreamReader:
+    def stream_into(self, entry: SnapshotEntry, offset: int, into: memoryview) -> None:
+        """Fill `into` with a long range, which must be within the file.
+
+        Raises:
+            IntegrityError: Bytes are damaged or gone; the content of `into` is undefined.
+        """
+        file = self._first_name(self._entries[entry.path])
+        reader = self._readers_of(file).streaming
+        reader.read_into(file.stream, file.offset + offset, into)
+
+    def ranges(
+        self, entry: SnapshotEntry, *, about_bytes: int, zeros_bytes_min: int
+    ) -> list[FileRange]:
+        """Divide a file; see `SnapshotFile.ranges`."""
+        file = self._first_name(self._entries[entry.path])
+        if not file.size_bytes:
+            return []
+        segments = self._readers_of(file).cached.segments
+        return divide_file(
+            segments,
+            segments.base(file.stream) + file.offset,
+            file.size_bytes,
+            about_bytes=about_bytes,
+            zeros_bytes_min=zeros_bytes_min,
+        )
+
+    def _readers_of(self, file: TreeEntry) -> _RankReaders:
+        number = self._rank_of[file.path]
         # Under the lock: loading the tables of a rank twice would cost twice their memory.
         with self._lock:
-            reader = self._readers.get(number)
-            if reader is None:
-                reader = self._readers[number] = StreamReader(
-                    self._snapshot.backend,
+            readers = self._readers.get(number)
+            if readers is None:
+                backend = self._snapshot.backend
+                cached = StreamReader(
+                    backend,
                     self._ranks[number],
                     self._cache,
                     integrity=self._integrity,
                     read_bytes_max=READ_BYTES,
                 )
-            return reader
+                streaming = RangeReader(backend, cached, read_bytes_max=READ_BYTES)
+                readers = self._readers[number] = _RankReaders(cached, streaming)
+            return readers
 
     def _first_name(self, entry: TreeEntry) -> TreeEntry:
         return self._entries[entry.target] if entry.type is EntryType.HARDLINK else entry
@@ -227,8 +275,9 @@ class SnapshotFiles:
 class SnapshotFile(io.RawIOBase):
     """A file of a snapshot, open for reading: seekable, unbuffered, checked before it is given.
 
-    `read_at` is safe from several threads at once; reading from the position, as `read` does, is
-    one thread's at a time. For many small reads put an `io.BufferedReader` around it.
+    `read_at`, `read_into` and `ranges` are safe from several threads at once; reading from the
+    position, as `read` does, is one thread's at a time. For many small reads put an
+    `io.BufferedReader` around it.
     """
 
     def __init__(self, files: SnapshotFiles, entry: SnapshotEntry) -> None:
@@ -264,6 +313,82 @@ class SnapshotFile(io.RawIOBase):
         data = bytearray(max(0, min(size_bytes, self.size_bytes - offset)))
         self._files.read_into(self.entry, offset, memoryview(data))
         return bytes(data)
+
+    def read_into(self, offset: int, buffer: Buffer, *, streaming: bool = False) -> None:
+        """Fill all of a buffer with the file's bytes from `offset` on. Thread-safe.
+
+        The range must lie within the file. Every byte was checked when this returns, as a pull
+        checks it; after an error the buffer's content is undefined, and nothing else has changed.
+        An empty buffer is filled anywhere within the file.
+
+        Without `streaming` the frames that hold the range come from the cache of the store and
+        stay there, within its budget: right for small reads anywhere, such as page faults.
+
+        With `streaming` frames that no other part of the file's rank needs are read and decoded
+        straight into the buffer and not kept: right for reading everything once, in the `ranges`
+        of the file. Other frames come from the cache. Each thread that reads so keeps about
+        16 MiB of scratch memory until it ends, whatever the number of files, snapshots and stores;
+        nothing large is allocated in a call but frames for the cache. A buffer that is aligned to
+        pages is filled past the page cache where the storage is read so.
+
+        Args:
+            offset: Where in the file to begin.
+            buffer: Writable and contiguous; it stays the caller's.
+            streaming: Read a long range once.
+
+        Raises:
+            UsageError: The range does not lie within the file.
+            TypeError: The buffer cannot be written.
+            IntegrityError: Bytes are damaged or gone.
+        """
+        self._require_open()
+        with memoryview(buffer) as view:
+            if view.readonly:
+                raise TypeError("cannot read into a buffer that is read-only")
+            with view.cast("B") as into:
+                self._require_within(offset, into.nbytes)
+                if streaming:
+                    self._files.stream_into(self.entry, offset, into)
+                else:
+                    self._files.read_into(self.entry, offset, into)
+
+    def ranges(
+        self, *, about_bytes: int = RANGE_BYTES, zeros_bytes_min: int = ZEROS_BYTES_MIN
+    ) -> list[FileRange]:
+        """Divide the whole file into ranges for `read_into(..., streaming=True)`.
+
+        They cover the file in order. Data are cut where as few frames as possible are on both
+        sides, so that threads that read different ranges rarely need the same frame; no range of
+        data is longer than one and a half times `about_bytes`. Zeros that are known without
+        reading are ranges of their own, of any length. All ranges begin at multiples of 4096.
+
+        Args:
+            about_bytes: How long ranges of data should be; at least 64 KiB. Each of two
+                neighbouring ranges may need to decode a frame of up to 4 MiB that both have.
+            zeros_bytes_min: Shorter runs of zeros stay within ranges of data; at least 4096.
+
+        Raises:
+            UsageError: A length is too small.
+            IntegrityError: The tables of the rank are damaged or gone.
+        """
+        self._require_open()
+        if about_bytes < RANGE_BYTES_MIN or zeros_bytes_min < PAGE_BYTES:
+            raise UsageError(
+                f"cannot divide {self.name} into ranges of {about_bytes} bytes and zeros of "
+                f"{zeros_bytes_min}",
+                next_step=f"give at least {RANGE_BYTES_MIN} and {PAGE_BYTES}",
+            )
+        return self._files.ranges(
+            self.entry, about_bytes=about_bytes, zeros_bytes_min=zeros_bytes_min
+        )
+
+    def _require_within(self, offset: int, length: int) -> None:
+        if offset < 0 or offset + length > self.size_bytes:
+            raise UsageError(
+                f"{show_path(self.entry.path)} has {self.size_bytes} bytes, so it has no "
+                f"{length} bytes at {offset}",
+                next_step="read within the file; `size_bytes` says where it ends",
+            )
 
     @override
     def readable(self) -> bool:

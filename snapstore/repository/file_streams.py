@@ -29,13 +29,20 @@ if TYPE_CHECKING:
     from snapstore.chunking.base import Cutter
     from snapstore.source.recognise import SourceEntry
 
-__all__ = ["SMALL_FILE_BYTES", "plan_file_streams"]
+__all__ = [
+    "CUTTERS",
+    "SMALL_CLASS",
+    "SMALL_FILE_BYTES",
+    "origin_of_file",
+    "origin_of_small_files",
+    "plan_file_streams",
+]
 
 SMALL_FILE_BYTES = 64 * KIB
 """Files below this size share a stream."""
 
-_SMALL_CLASS = "small"
-_CUTTERS: dict[DataClass, Cutter] = {
+SMALL_CLASS = "small"
+CUTTERS: dict[DataClass, Cutter] = {
     DataClass.PAGES: PageCutter(),
     DataClass.TENSORS: ContentCutter(mean_bytes=256 * KIB),
     DataClass.GENERIC: ContentCutter(mean_bytes=64 * KIB),
@@ -72,6 +79,16 @@ def plan_file_streams(
     return streams, [placed.get(item.entry.path, item.entry) for item in items]
 
 
+def origin_of_file(path: bytes) -> str:
+    """Say in a manifest where the stream of a large file comes from."""
+    return path.decode("utf-8", "backslashreplace")
+
+
+def origin_of_small_files(count: int) -> str:
+    """Say in a manifest where the stream that small files share comes from."""
+    return f"{count} files below {SMALL_FILE_BYTES // KIB} KiB"
+
+
 @dataclasses.dataclass(slots=True)
 class _LargeFile:
     """One file as a stream."""
@@ -83,7 +100,7 @@ class _LargeFile:
 
     @property
     def cutter(self) -> Cutter:
-        return _CUTTERS[self.kind]
+        return CUTTERS[self.kind]
 
     @property
     def data_class(self) -> str:
@@ -91,7 +108,7 @@ class _LargeFile:
 
     @property
     def origin(self) -> str:
-        return self.entry.path.decode("utf-8", "backslashreplace")
+        return origin_of_file(self.entry.path)
 
     def windows(self) -> Iterator[Window]:
         self.fd = open_source_file(self.tree, self.entry)
@@ -135,15 +152,15 @@ class _SmallFiles:
 
     @property
     def cutter(self) -> Cutter:
-        return _CUTTERS[DataClass.GENERIC]
+        return CUTTERS[DataClass.GENERIC]
 
     @property
     def data_class(self) -> str:
-        return _SMALL_CLASS
+        return SMALL_CLASS
 
     @property
     def origin(self) -> str:
-        return f"{len(self.entries)} files below {SMALL_FILE_BYTES // KIB} KiB"
+        return origin_of_small_files(len(self.entries))
 
     def windows(self) -> Iterator[Window]:
         batch: list[TreeEntry] = []

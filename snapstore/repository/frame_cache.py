@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from snapstore.ids import RankId
-    from snapstore.repository.read_plan import Destination
+    from snapstore.repository.verifier import Claim
 
 __all__ = ["DecodedFrame", "FrameCache", "FrameKey"]
 
@@ -40,7 +39,7 @@ class DecodedFrame:
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
-        self.checked: set[tuple[RankId, Destination]] = set()
+        self.checked: set[Claim] = set()
 
 
 class FrameCache:

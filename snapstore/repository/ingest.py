@@ -37,10 +37,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snapstore.options import Compression
+    from snapstore.repository.buffers import BufferPool
     from snapstore.repository.frames import FrameTable, Numbers
     from snapstore.repository.packer import Packer
 
-__all__ = ["INGEST_BUFFER_BYTES", "Ingest", "IngestTotals"]
+__all__ = [
+    "INGEST_BUFFER_BYTES",
+    "Ingest",
+    "IngestJob",
+    "IngestStream",
+    "IngestTotals",
+    "window_data",
+]
 
 _CARRY_BYTES = 1 * MIB
 INGEST_BUFFER_BYTES = WINDOW_BYTES + _CARRY_BYTES
@@ -62,23 +70,29 @@ class IngestTotals:
 
 
 @dataclasses.dataclass(slots=True)
-class _Stream:
-    source: StreamSource
+class IngestStream:
+    """One stream on its way: where it goes, and what one window leaves to the next.
+
+    Attributes:
+        cutter: How it is cut.
+        builder: Of the rank that it belongs to.
+        number: Its number there.
+        finish: Called when all of it went through.
+        carried: Bytes of a chunk that is not finished.
+    """
+
+    cutter: Cutter
     builder: RankBuilder
     number: int
-    offset: int = 0
+    finish: Callable[[], None] | None = None
     carried: ByteArray = dataclasses.field(default_factory=lambda: np.empty(0, np.uint8))
-
-    @property
-    def cutter(self) -> Cutter:
-        return self.source.cutter
 
 
 @dataclasses.dataclass(slots=True)
-class _Job:
+class IngestJob:
     """One window on its way through the pipeline."""
 
-    stream: _Stream
+    stream: IngestStream
     window: Window
     final: bool
     buffer: ByteArray
@@ -95,8 +109,16 @@ class _Job:
         return self.buffer[_CARRY_BYTES : _CARRY_BYTES + self.window.length]
 
 
+def window_data(buffer: ByteArray) -> ByteArray:
+    """Where in a buffer of `INGEST_BUFFER_BYTES` the bytes of a window go."""
+    return buffer[_CARRY_BYTES:]
+
+
 class Ingest:
-    """Stores streams, one after the other, each for one rank. Used by one thread.
+    """Stores windows of streams; those of one stream in order. Used by one thread.
+
+    A push hands over whole streams with `store`. Where windows arrive from several threads, each
+    *prepares* its own, and the one thread *accepts* them and *advances* all.
 
     A stream's entries are complete when `drain` or a later stream's `drain` has returned.
     """
@@ -108,7 +130,7 @@ class Ingest:
         catalog: Catalog,
         packer: Packer,
         executor: ThreadPoolExecutor,
-        buffers: int,
+        buffers: BufferPool,
         compression: Compression,
         progress: Callable[[int], None],
     ) -> None:
@@ -120,16 +142,15 @@ class Ingest:
         self._compression = compression
         self._progress = progress
         self._locality = Locality(frames)
-        self._free = buffers
-        self._spare: list[ByteArray] = []
-        self._analysing: collections.deque[_Job] = collections.deque()
-        self._hashing: collections.deque[_Job] = collections.deque()
-        self._encoding: collections.deque[_Job] = collections.deque()
+        self._buffers = buffers
+        self._analysing: collections.deque[IngestJob] = collections.deque()
+        self._hashing: collections.deque[IngestJob] = collections.deque()
+        self._encoding: collections.deque[IngestJob] = collections.deque()
         self.totals = IngestTotals()
 
     def store(self, source: StreamSource, builder: RankBuilder, number: int) -> None:
         """Store one stream; returns when all of it was read, not when all of it is stored."""
-        stream = _Stream(source, builder, number)
+        stream = IngestStream(source.cutter, builder, number, source.finish)
         held: Window | None = None
         for window in source.windows():
             if held is not None:
@@ -140,22 +161,40 @@ class Ingest:
 
     def drain(self) -> None:
         """Finish all windows that are under way."""
-        while self._analysing or self._hashing or self._encoding:
-            self._advance()
-        self._spare.clear()
+        while not self.is_idle:
+            self.advance()
+        self._buffers.trim()
 
-    def _submit(self, stream: _Stream, window: Window, *, final: bool) -> None:
-        while not self._free:
-            self._advance()
-        self._free -= 1
-        buffer = self._spare.pop() if self._spare else np.empty(INGEST_BUFFER_BYTES, np.uint8)
+    @property
+    def is_idle(self) -> bool:
+        """Whether no window is under way."""
+        return not (self._analysing or self._hashing or self._encoding)
+
+    def prepare(
+        self, stream: IngestStream, window: Window, buffer: ByteArray, *, final: bool
+    ) -> IngestJob:
+        """Begin to look at a window, in a buffer of the pool. On any thread."""
         data = buffer[_CARRY_BYTES : _CARRY_BYTES + window.length]
         analysis = self._executor.submit(_analyse, stream.cutter, window, data)
-        self._analysing.append(_Job(stream, window, final, buffer, analysis))
+        return IngestJob(stream, window, final, buffer, analysis)
 
-    def _advance(self) -> None:
-        """Do the next step of a window that is ready, the furthest first; wait if none is."""
-        heads: list[Future[Any]] = []
+    def accept(self, job: IngestJob) -> None:
+        """Take a window that was prepared; its buffer goes back to the pool when it is done."""
+        self._analysing.append(job)
+
+    def _submit(self, stream: IngestStream, window: Window, *, final: bool) -> None:
+        while (buffer := self._buffers.try_acquire()) is None:
+            self.advance()
+        self.accept(self.prepare(stream, window, buffer, final=final))
+
+    def advance(self, wake: Future[None] | None = None, *, timeout_s: float | None = None) -> None:
+        """Do the next step of a window that is ready, the furthest first; wait if none is.
+
+        Args:
+            wake: Ends the wait when it is done.
+            timeout_s: Ends it as well.
+        """
+        heads: list[Future[Any]] = [] if wake is None else [wake]
         if self._encoding:
             pending = [step for _, _, step in self._encoding[0].encoding if not step.done()]
             if not pending:
@@ -175,9 +214,9 @@ class Ingest:
                 self._cut(self._analysing.popleft(), analysis.result())
                 return
             heads.append(analysis)
-        wait(heads, return_when=FIRST_COMPLETED)
+        wait(heads, timeout=timeout_s, return_when=FIRST_COMPLETED)
 
-    def _cut(self, job: _Job, analysis: Analysis) -> None:
+    def _cut(self, job: IngestJob, analysis: Analysis) -> None:
         stream = job.stream
         carried = len(stream.carried)
         job.buffer[_CARRY_BYTES - carried : _CARRY_BYTES] = stream.carried
@@ -185,7 +224,9 @@ class Ingest:
             cut = _fixed_cut(job.window.ends)
         else:
             cut = stream.cutter.cut(analysis, carried=carried, final=job.final)
-        stream.carried = job.data[job.window.length - cut.carried :].copy()
+        # Of a short window, what was carried into it may go on with it.
+        end = _CARRY_BYTES + job.window.length
+        stream.carried = job.buffer[end - cut.carried : end].copy()
         job.cut = cut
         chunks = ~cut.zero
         job.hashing = self._executor.submit(
@@ -193,7 +234,7 @@ class Ingest:
         )
         self._hashing.append(job)
 
-    def _plan(self, job: _Job, ids: Rows) -> None:
+    def _plan(self, job: IngestJob, ids: Rows) -> None:
         """Decide what is new, give frames to it, and tell the manifest where everything is."""
         cut = job.cut
         assert cut is not None, "cut before planned"
@@ -240,7 +281,7 @@ class Ingest:
         frames: Numbers,
         offsets: Numbers,
         lengths: Numbers,
-        job: _Job,
+        job: IngestJob,
     ) -> None:
         """Reserve frames, say where each chunk will be, and start encoding."""
         if not plans:
@@ -261,7 +302,7 @@ class Ingest:
         self.totals.known_bytes += int(lengths.sum()) - new_bytes
         self.totals.known_chunks += len(lengths) - len(fresh)
 
-    def _retire(self, job: _Job) -> None:
+    def _retire(self, job: IngestJob) -> None:
         """Hand encoded frames to the packer in order and give the buffer back."""
         cut, hashing = job.cut, job.hashing
         assert cut is not None, "cut before retired"
@@ -276,11 +317,10 @@ class Ingest:
         zero_bytes = int((cut.ends - cut.starts)[cut.zero].sum())
         self.totals.zero_bytes += zero_bytes
         self.totals.logical_bytes += int(lengths.sum()) + zero_bytes
-        self._spare.append(job.buffer)
-        self._free += 1
+        self._buffers.release(job.buffer)
         self._progress(job.window.length)
-        if job.final:
-            job.stream.source.finish()
+        if job.final and job.stream.finish is not None:
+            job.stream.finish()
 
 
 def _analyse(cutter: Cutter, window: Window, data: ByteArray) -> Analysis:
@@ -290,7 +330,7 @@ def _analyse(cutter: Cutter, window: Window, data: ByteArray) -> Analysis:
     window.load(data)
     if window.ends is not None:
         return _plain(len(data))
-    return cutter.analyse(data)
+    return cutter.analyse(data, window.before)
 
 
 def _plain(length: int) -> Analysis:

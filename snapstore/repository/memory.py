@@ -38,6 +38,12 @@ _WINDOWS_AHEAD = 3
 """Windows beyond one per worker: to read into, to decide about, to pack."""
 _CATALOG_BYTES_MIN = 8 * MIB
 
+_HELD_SHARE = 24
+"""A 24th of the budget, 8 MiB of the smallest, is for files that arrive side by side."""
+
+_WINDOWS_FILLED_MAX = 8
+"""Files that fill windows in place: as many as a machine has GPUs."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -48,24 +54,38 @@ class MemoryPlan:
         readers: Reads in flight where the storage answers at once.
         readers_max: Reads in flight that the budget has room for.
         window_buffers: Windows in the pipeline.
+        windows_spare: Windows that the budget has room for besides.
         pack_bytes: At what size a pack is closed.
         packs_in_flight: Packs that are filled or written at once.
         catalog_bytes: Known chunks.
         read_bytes: The longest read.
+        held_bytes: Beginnings and ends of files that arrive, until they are enough for a window.
+        windows_filled: Windows that may wait half full for the rest of a file.
     """
 
     threads: int
     readers: int
     readers_max: int
     window_buffers: int
+    windows_spare: int
     pack_bytes: int
     packs_in_flight: int
     catalog_bytes: int
     read_bytes: int
+    held_bytes: int = 0
+    windows_filled: int = 0
 
     @classmethod
-    def of(cls, options: StoreOptions) -> Self:
-        """Divide the budget of `options`."""
+    def for_arrivals(cls, options: StoreOptions) -> Self:
+        """Divide the budget of `options` for a snapshot whose files arrive side by side."""
+        plan = cls.of(options, held_bytes=options.memory_bytes // _HELD_SHARE)
+        # If there is room for none besides those of the pipeline, it lends one: it has two.
+        filled = min(_WINDOWS_FILLED_MAX, max(plan.windows_spare, 1))
+        return dataclasses.replace(plan, windows_filled=filled)
+
+    @classmethod
+    def of(cls, options: StoreOptions, *, held_bytes: int = 0) -> Self:
+        """Divide the budget of `options`, most of which is for windows."""
         budget = options.memory_bytes
         pack_bytes = PACK_BYTES if budget >= _SMALL_BUDGET_BYTES else 16 * MIB
         packs_in_flight = 2
@@ -75,7 +95,10 @@ class MemoryPlan:
         is_max = options.compression is Compression.MAX
         per_thread = _THREAD_BYTES_MAX_EFFORT if is_max else _THREAD_BYTES
         left = budget - _INTERPRETER_BYTES - packs_in_flight * (pack_bytes + 8 * MIB)
-        room = (left - windows_min_bytes - _CATALOG_BYTES_MIN) // per_thread
+        room_bytes = left - windows_min_bytes - _CATALOG_BYTES_MIN
+        held_bytes = min(held_bytes, room_bytes - per_thread)
+        left -= held_bytes
+        room = (room_bytes - held_bytes) // per_thread
         threads = min(options.threads_effective, room)
         left -= threads * per_thread
         catalog_bytes = min(budget // 8, left - windows_min_bytes)
@@ -88,8 +111,10 @@ class MemoryPlan:
             readers=min(options.threads_effective + _READERS_AHEAD, readers_max),
             readers_max=readers_max,
             window_buffers=min(windows, threads + _WINDOWS_AHEAD),
+            windows_spare=max(windows - threads - _WINDOWS_AHEAD, 0),
             pack_bytes=pack_bytes,
             packs_in_flight=packs_in_flight,
             catalog_bytes=catalog_bytes,
             read_bytes=READ_BYTES,
+            held_bytes=held_bytes,
         )

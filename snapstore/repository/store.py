@@ -6,6 +6,7 @@ Wiring only; the work is in the modules beside this one, which are imported when
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import secrets
 from pathlib import Path
@@ -40,13 +41,16 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from snapstore.format.rank import RankNumber
+    from snapstore.options import Compression
     from snapstore.repository.diff import SnapshotDiff
     from snapstore.repository.pull import PullResult
-    from snapstore.repository.push import PushResult
     from snapstore.repository.refs import NameGeneration
     from snapstore.repository.removal import RemoveResult
+    from snapstore.repository.snapshot_writer import SnapshotWriter
     from snapstore.repository.stats import StoreStats
     from snapstore.repository.summary import SnapshotSummary
+    from snapstore.repository.write_session import PushResult
+    from snapstore.units import BytesLike
 
 __all__ = ["Store", "init_store", "open_store"]
 
@@ -116,6 +120,41 @@ class Store:
         )
         meter = ProgressMeter(progress)
         return push_directory(self._backend, self._options, self._clock, request, meter)
+
+    def begin(
+        self,
+        name: RefName | str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        root_mode: int = 0o700,
+        compression: Compression | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> contextlib.AbstractContextManager[SnapshotWriter]:
+        """Write a snapshot from bytes that arrive, with no directory in between.
+
+        The `with` block gives a `SnapshotWriter`, whose `commit` makes the snapshot durable and
+        lets `name` point to it. Without a commit, nothing has the name when the block ends.
+
+        Args:
+            name: `team/model/engine:tag`.
+            labels: Kept with the snapshot.
+            root_mode: Permissions of the root of the tree, and of the directories in it.
+            compression: Effort spent on frames, instead of what the store's options say.
+            progress: Told how far it is, of a total that is not known.
+
+        Raises:
+            UsageError: `name` cannot be a name, or means one exact snapshot.
+            BackendError: The storage failed.
+        """
+        from snapstore.repository.snapshot_writer import WriteRequest, writing
+
+        request = WriteRequest(
+            name=_ref_name(name, doing="write"), labels=labels or {}, root_mode=root_mode
+        )
+        options = self._options
+        if compression is not None:
+            options = dataclasses.replace(options, compression=compression)
+        return writing(self._backend, options, self._clock, request, ProgressMeter(progress))
 
     def pull(
         self,
@@ -312,6 +351,41 @@ class Store:
             dry_run=dry_run,
             memory_bytes=self._options.memory_bytes,
         )
+
+    def put_hint(self, topic: str, name: str, data: BytesLike) -> None:
+        """Leave advice for whoever works with this store, in the place of what was there.
+
+        Nothing may depend on a hint: it can vanish, and anybody who may write can replace it. Of
+        several who write at once any one wins, and who reads meanwhile may find nothing.
+
+        Args:
+            topic: What it is about, such as `page-order`: lower-case letters, digits and `-`.
+            name: For what, such as the id of a snapshot: letters, digits, `.`, `_` and `-`.
+            data: At most 16 MiB, of the form that the topic has.
+
+        Raises:
+            UsageError: No hint can have that topic and name.
+            LimitExceeded: It is too long.
+            AccessDenied: The store cannot be written.
+        """
+        from snapstore.repository.hints import put_hint
+
+        put_hint(self._backend, topic, name, data)
+
+    def get_hint(
+        self, topic: str, name: str, limit_bytes: int = limits.HINT_BYTES_MAX
+    ) -> bytes | None:
+        """Read advice; None if there is none, it is too long, or it cannot be read.
+
+        Check it like anything that a stranger wrote: nobody has signed it, and if it is replaced
+        meanwhile it may be cut short.
+
+        Raises:
+            UsageError: No hint can have that topic and name.
+        """
+        from snapstore.repository.hints import get_hint
+
+        return get_hint(self._backend, topic, name, limit_bytes=limit_bytes)
 
     def _refuse_overlap(self, directory: Path) -> None:
         """Refuse a tree that contains the store, or that the store contains."""

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from snapstore.backend.direct import page_aligned
 from snapstore.compression import decode_frame
 from snapstore.format.layout import ZEROS
 from snapstore.options import Integrity
 from snapstore.repository.frame_cache import DecodedFrame, FrameCache, FrameKey
 from snapstore.repository.read_plan import Destination, PlannedFrame, join_reads, planned_frames
-from snapstore.repository.stored_frames import FrameErrors, check_stored, is_stored_raw, read_unit
+from snapstore.repository.segments import Segments
+from snapstore.repository.stored_frames import (
+    FrameErrors,
+    check_stored,
+    copy_bytes,
+    is_stored_raw,
+    read_unit,
+)
 from snapstore.repository.verifier import ChunkVerifier
 
 if TYPE_CHECKING:
@@ -30,6 +38,10 @@ __all__ = ["StreamReader"]
 
 class StreamReader:
     """The streams of one rank. Thread-safe.
+
+    Attributes:
+        segments: Where they lie in frames.
+        verifier: Knows their chunks; None unless integrity is strong.
 
     One call holds, besides what the cache keeps, at most twice `read_bytes_max` at a time.
     """
@@ -49,18 +61,14 @@ class StreamReader:
             IntegrityError: They contradict each other, or cannot be had.
         """
         self._backend = backend
-        self._rank = rank
         self._cache = cache
         self._read_bytes_max = read_bytes_max
         self._layout = rank.layout
-        # Offsets run through all streams one after the other, so one search serves them all.
-        self._ends = np.cumsum(self._layout.segments["length"].astype(np.int64))
-        lengths = self._layout.streams["length"].astype(np.int64)
-        self._bases = np.cumsum(lengths) - lengths
-        self._verifier: ChunkVerifier | None = None
+        self.segments = Segments(rank.layout)
+        self.verifier: ChunkVerifier | None = None
         if integrity is Integrity.STRONG:
-            self._verifier = ChunkVerifier(rank.id, rank.streams, rank.read_extents())
-            self._verifier.check_zeros(self._layout)
+            self.verifier = ChunkVerifier(rank.id, rank.streams, rank.read_extents())
+            self.verifier.check_zeros(self._layout)
 
     def read_into(self, stream: int, offset: int, into: memoryview) -> None:
         """Fill all of `into` with a stream's bytes from `offset` on; they must be within it.
@@ -74,19 +82,16 @@ class StreamReader:
         """
         if not into.nbytes:
             return
-        base = int(self._bases[stream])
-        begin, end = base + offset, base + offset + into.nbytes
-        first = int(np.searchsorted(self._ends, begin, side="right"))
-        last = int(np.searchsorted(self._ends, end, side="left")) + 1
-        for rows in self._batches(first, last):
+        begin = self.segments.base(stream) + offset
+        for rows in self._batches(self.segments.rows(begin, begin + into.nbytes)):
             self._read_batch(stream, rows, into, begin)
 
     def _read_batch(self, stream: int, rows: range, into: memoryview, begin: int) -> None:
         """Fill what some segments hold of `into`, which begins at offset `begin` of all streams."""
         segments = self._layout.segments[rows.start : rows.stop]
         frames = self._load_frames(segments)
-        base = int(self._bases[stream])
-        position = int(self._ends[rows.start]) - int(segments["length"][0])
+        base = self.segments.base(stream)
+        position = self.segments.start(rows.start)
         for length, frame, offset in segments.tolist():
             start = max(position, begin)
             end = min(position + length, begin + into.nbytes)
@@ -95,17 +100,20 @@ class StreamReader:
                 np.frombuffer(target, np.uint8)[:] = 0
             else:
                 decoded = frames[frame]
-                self._check(Destination(0, stream, position - base, length, offset), decoded)
                 skip = offset + start - position
-                target[:] = decoded.data[skip : skip + len(target)]
+                if self.verifier is not None:
+                    # Of a small read only the chunks that it touches: it is waited for.
+                    place = Destination(0, stream, start - base, end - start, skip)
+                    self.verifier.check(place, decoded.data, decoded.checked)
+                copy_bytes(target, decoded.data[skip : skip + len(target)])
             position += length
 
-    def _batches(self, first: int, last: int) -> Iterator[range]:
+    def _batches(self, rows: range) -> Iterator[range]:
         """Divide segments so that the frames of a batch, stored or decoded, fit one read."""
-        used = self._layout.segments["frame"][first:last].tolist()
+        used = self._layout.segments["frame"][rows.start : rows.stop].tolist()
         frames = self._layout.frames
-        begin, total, seen = first, 0, set[int]()
-        for row, frame in enumerate(used, first):
+        begin, total, seen = rows.start, 0, set[int]()
+        for row, frame in enumerate(used, rows.start):
             if frame == ZEROS or frame in seen:
                 continue
             size = max(int(frames["stored_length"][frame]), int(frames["plain_length"][frame]))
@@ -115,34 +123,26 @@ class StreamReader:
                 seen.clear()
             seen.add(frame)
             total += size
-        yield range(begin, last)
-
-    def _check(self, place: Destination, decoded: DecodedFrame) -> None:
-        """Check a run of bytes against the manifest, once for as long as the frame is kept."""
-        if self._verifier is None:
-            return
-        claim = (self._rank.id, place)
-        if claim not in decoded.checked:
-            self._verifier.check(place, decoded.data)
-            decoded.checked.add(claim)
+        yield range(begin, rows.stop)
 
     def _load_frames(self, segments: Rows) -> dict[int, DecodedFrame]:
         """Get the decoded frames that segments lie in, by row of the layout."""
-        rows = np.unique(segments["frame"][segments["frame"] != ZEROS])
-        keys = self._keys(rows)
+        used = dict.fromkeys(segments["frame"].tolist())
+        used.pop(ZEROS, None)
+        keys = self._keys([*used])
         row_of = {key: row for row, key in keys.items()}
         found = self._cache.get(
             list(row_of), lambda missing: self._fetch([row_of[key] for key in missing])
         )
         return {row: found[key] for row, key in keys.items()}
 
-    def _keys(self, rows: Rows) -> dict[int, FrameKey]:
+    def _keys(self, rows: list[int]) -> dict[int, FrameKey]:
         frames = self._layout.frames[rows]
         columns = [frames[name].tolist() for name in ("pack", *FrameKey._fields[1:])]
         packs = self._layout.packs["id"]
         return {
             row: FrameKey(packs[pack].tobytes(), *place)
-            for row, pack, *place in zip(rows.tolist(), *columns, strict=True)
+            for row, pack, *place in zip(rows, *columns, strict=True)
         }
 
     def _fetch(self, rows: Sequence[int]) -> Iterator[tuple[FrameKey, DecodedFrame]]:
@@ -153,7 +153,7 @@ class StreamReader:
         frames["pack"] = numbers
         packs = self._layout.packs[used]
         for unit in join_reads(frames, packs, read_bytes_max=self._read_bytes_max):
-            stored = memoryview(bytearray(unit.length))
+            stored = page_aligned(unit.length).data
             read_unit(self._backend, unit, stored)
             errors = FrameErrors(unit.pack)
             for frame in planned_frames(frames, unit):
@@ -168,7 +168,9 @@ def _decoded(frame: PlannedFrame, stored: memoryview) -> memoryview:
     check_stored(frame, stored)
     if is_stored_raw(frame):
         # A copy: a view would keep all of the read alive for as long as one frame of it is.
-        return memoryview(bytes(stored))
-    data = memoryview(bytearray(frame.plain_length))
+        data = np.empty(len(stored), np.uint8).data
+        copy_bytes(data, stored)
+        return data
+    data = np.empty(frame.plain_length, np.uint8).data
     decode_frame(frame.codec, stored, data)
     return data

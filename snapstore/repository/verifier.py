@@ -7,6 +7,7 @@ and what it calls zeros must be zeros in the manifest.
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
     from snapstore.format.tables import Rows
     from snapstore.repository.read_plan import Destination
 
-__all__ = ["ChunkVerifier"]
+__all__ = ["ChunkVerifier", "Claim", "WholeChunks"]
+
+Claim = tuple[bytes, int, int]
+"""That the chunk of an extent lies in a frame: rank id, row of the extent, offset of the chunk."""
+
+_ID_BYTES = 32
 
 
 class ChunkVerifier:
@@ -57,8 +63,15 @@ class ChunkVerifier:
                 next_step=self._next_step,
             )
 
-    def check(self, place: Destination, decoded: memoryview) -> None:
+    def check(
+        self, place: Destination, decoded: memoryview, known: set[Claim] | None = None
+    ) -> None:
         """Check the chunks that a run of a decoded frame is said to hold.
+
+        Args:
+            place: The run, and where in the frame it is.
+            decoded: The whole frame.
+            known: Claims about this frame that were found to be true, of any rank; grows.
 
         Raises:
             DigestMismatch: The bytes are not those of the manifest.
@@ -68,11 +81,15 @@ class ChunkVerifier:
         last = int(np.searchsorted(self._ends, base + place.length, side="left"))
         rows = self._extents[first : last + 1].tolist()
         position = int(self._ends[first]) - rows[0][0]
-        for length, chunk_offset, chunk_length, chunk_id in rows:
+        for row, (length, chunk_offset, chunk_length, chunk_id) in enumerate(rows, first):
             begin = place.offset + position - base - chunk_offset
             position += length
+            claim = (self._rank.raw, row, begin)
+            if known is not None and claim in known:
+                continue
             if not chunk_length:
-                inside = decoded[max(begin, place.offset) : min(begin + length, len(decoded))]
+                end = min(begin + length, place.offset + place.length)
+                inside = decoded[max(begin, place.offset) : end]
                 matches = not np.frombuffer(inside, np.uint8).any()
             elif begin < 0 or begin + chunk_length > len(decoded):
                 matches = False
@@ -86,6 +103,15 @@ class ChunkVerifier:
                     "should be",
                     next_step=self._next_step,
                 )
+            if known is not None and chunk_length:
+                known.add(claim)
+
+    def whole_chunks(self, stream: int, start: int, length: int) -> WholeChunks:
+        """Prepare for checking runs of bytes within a range of a stream."""
+        base = int(self._bases[stream])
+        first = int(np.searchsorted(self._ends, base + start, side="right"))
+        last = int(np.searchsorted(self._ends, base + start + length, side="left"))
+        return WholeChunks(self._ends[first : last + 1] - base, self._extents[first : last + 1])
 
     @property
     def _next_step(self) -> str:
@@ -104,3 +130,37 @@ class ChunkVerifier:
         start = self._ends[inside] - self._extents["length"][inside].astype(np.int64)
         partial = np.where((row < len(data)) & data[inside], offsets - start, 0)
         return data_before[row] + partial
+
+
+class WholeChunks:
+    """The chunks of a range of a stream, prepared for checking many runs of it quickly.
+
+    A thread that hashes hands the GIL over and takes it back for every chunk; what it does in
+    between decides how much threads hinder each other. Immutable; thread-safe.
+    """
+
+    def __init__(self, ends: np.ndarray, extents: Rows) -> None:
+        lengths = extents["length"].astype(np.int64)
+        self._ends: list[int] = ends.tolist()
+        self._starts: list[int] = (ends - lengths).tolist()
+        self._ids = np.ascontiguousarray(extents["id"]).tobytes()
+        # Zeros, and parts of chunks.
+        self._others: list[int] = np.flatnonzero(extents["chunk_length"] != lengths).tolist()
+
+    def are_right(self, start: int, data: memoryview) -> bool:
+        """Whether `data`, the stream's bytes from `start` on, are whole chunks and right.
+
+        False says only that `ChunkVerifier.check` has to look at the whole frame.
+        """
+        first = bisect.bisect_left(self._starts, start)
+        last = bisect.bisect_left(self._ends, start + len(data))
+        if last >= len(self._ends) or first > last:
+            return False
+        if self._starts[first] != start or self._ends[last] != start + len(data):
+            return False
+        other = bisect.bisect_left(self._others, first)
+        if other < len(self._others) and self._others[other] <= last:
+            return False
+        places = zip(self._starts[first : last + 1], self._ends[first : last + 1], strict=True)
+        found = [blake3(data[begin - start : end - start]).digest() for begin, end in places]
+        return b"".join(found) == self._ids[_ID_BYTES * first : _ID_BYTES * (last + 1)]

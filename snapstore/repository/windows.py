@@ -16,7 +16,7 @@ from snapstore.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from snapstore.chunking.base import Cutter, Offsets
+    from snapstore.chunking.base import Before, Cutter, Offsets
 
 __all__ = ["WINDOW_BYTES", "StreamSource", "Window"]
 
@@ -35,11 +35,13 @@ class Window:
         length: Bytes; at most `WINDOW_BYTES` unless it is a hole.
         load: Fills an array of `length` bytes; runs on any thread. None: a hole, all zeros.
         ends: Where to cut, relative to the window, instead of by content. The last is `length`.
+        before: What lies before it, if it is a later part of a window that arrived in parts.
     """
 
     length: int
     load: Callable[[ByteArray], None] | None
     ends: Offsets | None = None
+    before: Before | None = None
 
 
 class StreamSource(Protocol):

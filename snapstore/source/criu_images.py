@@ -1,8 +1,8 @@
 """Read what a snapshot needs to know out of CRIU's images.
 
 Pure: bytes in, values out; the images are hostile until proven otherwise. Only what is used is
-read: the process tree, and what a restore will ask of its
-machine. Unknown fields are skipped, so that images of newer CRIUs still parse.
+read: the process tree, and what a restore will ask of its machine; memory and open files have
+modules of their own. Unknown fields are skipped, so that images of newer CRIUs still parse.
 """
 
 from __future__ import annotations
@@ -13,53 +13,59 @@ import re
 from typing import TYPE_CHECKING
 
 from snapstore.errors import LimitExceeded
-from snapstore.source.criu_reader import UINT64_END, ImageReader
+from snapstore.source.criu_reader import ImageReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = [
     "Core",
     "CpuInfo",
     "DumpLog",
+    "DumpStats",
     "Inventory",
-    "MappedFile",
-    "Memory",
     "Process",
-    "RegularFile",
-    "mapped_files",
+    "RestoreStats",
+    "TaskIds",
+    "TaskState",
+    "own_namespaces",
     "parse_core",
     "parse_cpuinfo",
     "parse_dump_log",
-    "parse_files",
+    "parse_dump_stats",
+    "parse_ids",
     "parse_inventory",
-    "parse_mm",
     "parse_pstree",
+    "parse_restore_stats",
 ]
 
 MAGIC_INVENTORY = 0x58313116
 MAGIC_PSTREE = 0x50273030
-MAGIC_MM = 0x57492820
 MAGIC_CORE = 0x55053847
-MAGIC_FILES = 0x56303138
-MAGIC_REG_FILES = 0x50363636
 MAGIC_CPUINFO = 0x61404013
+MAGIC_IDS = 0x54432030
+MAGIC_STATS = 0x57093306
 
 # Far above what a machine runs, and low enough for the memory of the reader.
 PROCESSES_MAX = 1 << 18
 THREADS_MAX = 1 << 20
-FILES_MAX = 1 << 20
 CPUS_MAX = 4096
 CPU_WORDS_MAX = 64
 PLUGINS_MAX = 64
-BUILD_ID_WORDS_MAX = 128  # CRIU itself takes at most 512 bytes
 
-NAME_BYTES_MAX = 4096
 WORD_BYTES_MAX = 256
 
-_FILE_BYTES_END = 1 << 63
-_VMA_FILE_MAPPING = (1 << 6) | (1 << 7)  # VMA_FILE_PRIVATE, VMA_FILE_SHARED
 
+_NAMESPACES = {
+    5: "pid",
+    6: "net",
+    7: "ipc",
+    8: "uts",
+    9: "mnt",
+    10: "user",
+    11: "cgroup",
+    12: "time",
+}
 _LSM_NAMES = {0: "none", 1: "selinux", 2: "apparmor"}
 _CPU_VENDORS = {1: "intel", 2: "amd"}
 _MACHINES = {
@@ -82,6 +88,7 @@ _LOG_RUNNING_ON = re.compile(
 
 class _InventoryField:
     IMAGE_VERSION = 1
+    ROOT_IDS = 3
     LSM_TYPE = 6
     TCP_CLOSE = 10
     PLUGINS = 12
@@ -102,23 +109,11 @@ class _CoreField:
 
 
 class _TaskField:
-    COMM = 6
+    STATE, COMM = 1, 6
 
 
-class _MemoryField:
-    EXE_FILE_ID, VMAS = 12, 14
-
-
-class _VmaField:
-    SHMID, STATUS = 4, 7
-
-
-class _FileField:
-    REGULAR = 3
-
-
-class _RegularField:
-    ID, NAME, SIZE, BUILD_ID = 1, 6, 8, 11
+class _IdsField:
+    MEMORY, FILES, FS, SIGNALS = 1, 2, 3, 4
 
 
 class _CpuinfoField:
@@ -140,6 +135,8 @@ class Inventory:
     has_run_id: bool
     """Written since CRIU 4.1."""
     has_uprobes: bool
+    namespaces: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    """Of CRIU when it dumped, by kind: numbers that mean something within this dump only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,38 +150,46 @@ class Process:
     threads: tuple[int, ...]
 
 
+class TaskState:
+    """What a process was doing when it was dumped."""
+
+    ALIVE = 1
+    DEAD = 2
+    """It had ended, and nobody had waited for it: it has no memory."""
+    STOPPED = 3
+    ZOMBIE = 6
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Core:
     """What `core-<pid>.img` says of a process's main thread."""
 
     machine: str
     name: str
+    state: int = TaskState.ALIVE
+    """One of `TaskState`."""
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it had ended, so that it has no memory."""
+        return self.state in (TaskState.DEAD, TaskState.ZOMBIE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Memory:
-    """Which files `mm-<pid>.img` maps, by their id in `files.img`."""
+class TaskIds:
+    """What `ids-<pid>.img` says: which things processes share. Equal numbers are one thing.
 
-    exe_file_id: int
-    file_ids: frozenset[int]
+    Attributes:
+        memory_id: The address space.
+        files_id: The table of descriptors, which `fdinfo-<files_id>.img` lists.
+        fs_id: Root, working directory and umask.
+        namespaces: By kind, such as `net`.
+    """
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RegularFile:
-    """A regular file of `files.img`: the restore opens it again by name."""
-
-    name: str
-    size_bytes: int | None
-    build_id: str | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class MappedFile:
-    """A file that must be there, with this size and build id, when the process is restored."""
-
-    name: str
-    size_bytes: int | None
-    build_id: str | None
+    memory_id: int
+    files_id: int
+    fs_id: int
+    namespaces: Mapping[str, int] = dataclasses.field(hash=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,6 +202,28 @@ class CpuInfo:
     stepping: int
     model_name: str
     capability: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DumpStats:
+    """What CRIU says in `stats-dump` of how long a dump took."""
+
+    freezing_us: int
+    frozen_us: int
+    memory_dump_us: int
+    memory_write_us: int
+    pages_scanned: int
+    pages_written: int
+    pages_lazy: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreStats:
+    """What CRIU says in `stats-restore` of how long a restore took."""
+
+    forking_us: int
+    restore_us: int
+    pages_restored: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,8 +246,11 @@ def parse_inventory(data: bytes, name: str = "inventory.img") -> Inventory:
     start, end = reader.only_entry()
     numbers: dict[int, int] = {}
     plugins: list[str] = []
+    namespaces: dict[str, int] = {}
     for field in reader.fields(start, end):
-        if field.number == _InventoryField.PLUGINS:
+        if field.number == _InventoryField.ROOT_IDS and field.is_bytes:
+            namespaces = _namespaces(_numbers(reader, *reader.span(field)))
+        elif field.number == _InventoryField.PLUGINS:
             plugins.extend(_plugins(reader, *reader.span(field)))
         elif field.number <= _InventoryField.ALLOW_UPROBES:
             numbers[field.number] = 1 if field.is_bytes else field.value
@@ -236,6 +266,7 @@ def parse_inventory(data: bytes, name: str = "inventory.img") -> Inventory:
         tcp_close=numbers.get(_InventoryField.TCP_CLOSE, 0) != 0,
         has_run_id=_InventoryField.RUN_ID in numbers,
         has_uprobes=numbers.get(_InventoryField.ALLOW_UPROBES, 0) != 0,
+        namespaces=namespaces,
     )
 
 
@@ -288,7 +319,7 @@ def _process(reader: ImageReader, start: int, end: int) -> Process:
 
 
 def parse_core(data: bytes, name: str = "core.img") -> Core:
-    """Read the architecture and the process name of a `core-<pid>.img`.
+    """Read the architecture, the state and the process name of a `core-<pid>.img`.
 
     Raises:
         FormatError: It is no core image, or cut short.
@@ -296,7 +327,7 @@ def parse_core(data: bytes, name: str = "core.img") -> Core:
     reader = ImageReader(data, name)
     reader.expect(MAGIC_CORE)
     start, end = reader.only_entry()
-    machine, comm = None, ""
+    machine, comm, state = None, "", TaskState.ALIVE
     for field in reader.fields(start, end):
         if field.number == _CoreField.MACHINE:
             machine = reader.number(field)
@@ -304,106 +335,93 @@ def parse_core(data: bytes, name: str = "core.img") -> Core:
             for inner in reader.fields(*reader.span(field)):
                 if inner.number == _TaskField.COMM:
                     comm = reader.text(inner, size_bytes_max=WORD_BYTES_MAX)
+                elif inner.number == _TaskField.STATE:
+                    state = reader.number(inner)
     if machine is None:
         reader.fail(start, "a core without an architecture")
-    return Core(machine=_MACHINES.get(machine, f"machine-{machine}"), name=comm)
+    return Core(machine=_MACHINES.get(machine, f"machine-{machine}"), name=comm, state=state)
 
 
-def parse_mm(data: bytes, name: str = "mm.img") -> Memory:
-    """Read which files an `mm-<pid>.img` maps.
+def parse_ids(data: bytes, name: str = "ids.img") -> TaskIds:
+    """Read an `ids-<pid>.img`.
 
     Raises:
         FormatError: It is no such image, or cut short.
     """
     reader = ImageReader(data, name)
-    reader.expect(MAGIC_MM)
+    reader.expect(MAGIC_IDS)
     start, end = reader.only_entry()
-    exe_file_id = None
-    file_ids: set[int] = set()
-    for field in reader.fields(start, end):
-        if field.number == _MemoryField.EXE_FILE_ID:
-            exe_file_id = reader.number(field)
-        elif field.number == _MemoryField.VMAS:
-            file_id = _vma_file_id(reader, *reader.span(field))
-            if file_id is not None:
-                file_ids.add(file_id)
-            if len(file_ids) > FILES_MAX:
-                raise LimitExceeded(f"{name}: more than {FILES_MAX} mapped files")
-    if exe_file_id is None:
-        reader.fail(start, "a memory image without an executable")
-    return Memory(exe_file_id=exe_file_id, file_ids=frozenset(file_ids))
+    numbers = _numbers(reader, start, end)
+    if not {_IdsField.MEMORY, _IdsField.FILES, _IdsField.FS} <= numbers.keys():
+        reader.fail(start, "a process without the ids of memory, files or working directory")
+    return TaskIds(
+        memory_id=numbers[_IdsField.MEMORY],
+        files_id=numbers[_IdsField.FILES],
+        fs_id=numbers[_IdsField.FS],
+        namespaces=_namespaces(numbers),
+    )
 
 
-def _vma_file_id(reader: ImageReader, start: int, end: int) -> int | None:
-    """Return the id of the file that a mapping is of; CRIU keeps it in the field `shmid`."""
-    shmid = status = 0
-    for field in reader.fields(start, end):
-        if field.number == _VmaField.SHMID:
-            shmid = reader.number(field, below=UINT64_END)
-        elif field.number == _VmaField.STATUS:
-            status = reader.number(field)
-    return shmid if status & _VMA_FILE_MAPPING else None
+def own_namespaces(inventory: Inventory, ids: TaskIds) -> frozenset[str]:
+    """Tell which namespaces, by kind, the image brings itself: a restore creates them anew.
+
+    The others were CRIU's own at the dump; a restore takes those that it runs in.
+    """
+    outside = inventory.namespaces
+    return frozenset(
+        kind for kind, number in ids.namespaces.items() if number != outside.get(kind, number)
+    )
 
 
-def parse_files(data: bytes, name: str = "files.img") -> dict[int, RegularFile]:
-    """Read the regular files of `files.img`, or of `reg-files.img` of CRIU before 3.5, by id.
+def _numbers(reader: ImageReader, start: int, end: int) -> dict[int, int]:
+    """Read all numbers of a message by field; of repeated ones the last counts."""
+    return {f.number: f.value for f in reader.fields(start, end) if not f.is_bytes}
+
+
+def _namespaces(numbers: Mapping[int, int]) -> dict[str, int]:
+    return {word: numbers[field] for field, word in _NAMESPACES.items() if field in numbers}
+
+
+def parse_dump_stats(data: bytes, name: str = "stats-dump") -> DumpStats:
+    """Read `stats-dump`.
 
     Raises:
-        FormatError: It is no such image, or cut short, or larger than any real one.
+        FormatError: It is no such file, or cut short.
     """
-    reader = ImageReader(data, name)
-    is_old = reader.magic == MAGIC_REG_FILES
-    reader.expect(MAGIC_REG_FILES if is_old else MAGIC_FILES)
-    files: dict[int, RegularFile] = {}
-    for start, end in reader.entries():
-        fields = () if is_old else reader.fields(start, end)
-        spans = [reader.span(field) for field in fields if field.number == _FileField.REGULAR]
-        for span in [(start, end)] if is_old else spans:
-            file_id, file = _regular_file(reader, *span)
-            files[file_id] = file
-        if len(files) > FILES_MAX:
-            raise LimitExceeded(f"{name}: more than {FILES_MAX} files")
-    return files
-
-
-def _regular_file(reader: ImageReader, start: int, end: int) -> tuple[int, RegularFile]:
-    file_id = file_name = size_bytes = None
-    words: list[int] = []
-    for field in reader.fields(start, end):
-        if field.number == _RegularField.ID:
-            file_id = reader.number(field)
-        elif field.number == _RegularField.NAME:
-            file_name = reader.text(field, size_bytes_max=NAME_BYTES_MAX)
-        elif field.number == _RegularField.SIZE:
-            size_bytes = reader.number(field, below=_FILE_BYTES_END)
-        elif field.number == _RegularField.BUILD_ID:
-            words.extend(itertools.islice(reader.repeated(field), BUILD_ID_WORDS_MAX + 1))
-            if len(words) > BUILD_ID_WORDS_MAX:
-                raise LimitExceeded(f"{reader.name}: a build id too long, at byte {start}")
-    if file_id is None or file_name is None:
-        reader.fail(start, "a file without id or name")
-    build_id = b"".join(word.to_bytes(4, "little") for word in words).hex() or None
-    return file_id, RegularFile(name=file_name, size_bytes=size_bytes, build_id=build_id)
-
-
-def mapped_files(
-    files: Mapping[int, RegularFile], memories: Iterable[Memory]
-) -> tuple[MappedFile, ...]:
-    """Return the files that processes map or execute, without repetition, sorted by name.
-
-    Ids that are not among the regular files are left out: those are memfds, devices and the like.
-    """
-    wanted: set[int] = set()
-    for memory in memories:
-        wanted.add(memory.exe_file_id)
-        wanted |= memory.file_ids
-    found = {files[file_id] for file_id in wanted if file_id in files}
-    return tuple(
-        sorted(
-            (MappedFile(file.name, file.size_bytes, file.build_id) for file in found),
-            key=lambda file: (file.name, file.size_bytes or 0, file.build_id or ""),
-        )
+    numbers = _stats(data, name, part=1)
+    return DumpStats(
+        freezing_us=numbers.get(1, 0),
+        frozen_us=numbers.get(2, 0),
+        memory_dump_us=numbers.get(3, 0),
+        memory_write_us=numbers.get(4, 0),
+        pages_scanned=numbers.get(5, 0) + numbers.get(12, 0),
+        pages_written=numbers.get(7, 0) + numbers.get(14, 0),
+        pages_lazy=numbers.get(9, 0),
     )
+
+
+def parse_restore_stats(data: bytes, name: str = "stats-restore") -> RestoreStats:
+    """Read `stats-restore`.
+
+    Raises:
+        FormatError: It is no such file, or cut short.
+    """
+    numbers = _stats(data, name, part=2)
+    return RestoreStats(
+        forking_us=numbers.get(3, 0),
+        restore_us=numbers.get(4, 0),
+        pages_restored=numbers.get(5, 0),
+    )
+
+
+def _stats(data: bytes, name: str, *, part: int) -> dict[int, int]:
+    reader = ImageReader(data, name)
+    reader.expect(MAGIC_STATS)
+    start, end = reader.only_entry()
+    for field in reader.fields(start, end):
+        if field.number == part:
+            return _numbers(reader, *reader.span(field))
+    return reader.fail(start, "statistics of something else")
 
 
 def parse_cpuinfo(data: bytes, name: str = "cpuinfo.img") -> tuple[CpuInfo, ...]:

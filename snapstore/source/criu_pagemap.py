@@ -13,18 +13,20 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from snapstore.errors import LimitExceeded
+from snapstore.source.criu_columns import decode_columns
 from snapstore.source.criu_reader import ENTRY_BYTES_MAX, UINT64_END, ImageReader
 from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PageFlag", "Pagemap", "PagemapEntry", "parse_pagemap"]
+    from numpy.typing import NDArray
 
-Column = NDArray[np.uint64]
+    from snapstore.source.criu_columns import Column
+
+__all__ = ["PageFlag", "Pagemap", "PagemapEntry", "parse_pagemap"]
 
 MAGIC_PAGEMAP = 0x56084025
 
@@ -36,10 +38,6 @@ _FILE_BYTES_END = 1 << 63
 _NO_DATA = UINT64_END - 1
 _PAGE_SHIFT = np.uint64(PAGE_BYTES.bit_length() - 1)
 _LENGTH = struct.Struct("<I")
-
-# The vectorized decoder reads varints of at most this many bytes, and may look that far behind
-# the end of the last entry.
-_VARINT_BYTES = 9
 
 
 class _HeadField:
@@ -167,53 +165,22 @@ def _decode_usual(
     data: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> _Columns | None:
     """Decode entries with each field at most once, ascending, none unknown; else return none."""
-    octets = np.frombuffer(data + bytes(_VARINT_BYTES + 1), dtype=np.uint8)
-    position = starts.copy()
-    values: dict[int, Column] = {}
-    present: dict[int, NDArray[np.bool_]] = {}
-    for number in range(_EntryField.VADDR, _EntryField.NR_PAGES + 1):
-        has = (position < ends) & (octets[np.minimum(position, len(data))] == number << 3)
-        value, length = _varints(octets, position[has] + 1)
-        if (length > _VARINT_BYTES).any():
-            return None
-        values[number] = np.zeros(len(starts), dtype=np.uint64)
-        values[number][has] = value
-        present[number] = has
-        position[has] += 1 + length
-    has_count = present[_EntryField.COMPAT_NR_PAGES] | present[_EntryField.NR_PAGES]
-    if not ((position == ends).all() and present[_EntryField.VADDR].all() and has_count.all()):
+    numbers = range(_EntryField.VADDR, _EntryField.NR_PAGES + 1)
+    columns = decode_columns(data, starts, ends, numbers)
+    if columns is None:
         return None
-    old_flags = np.where(values[_EntryField.IN_PARENT] != 0, PageFlag.PARENT, PageFlag.PRESENT)
+    narrow, wide = columns[_EntryField.COMPAT_NR_PAGES], columns[_EntryField.NR_PAGES]
+    if not (columns[_EntryField.VADDR].present & (narrow.present | wide.present)).all():
+        return None
+    in_parent = columns[_EntryField.IN_PARENT].values != 0
+    old_flags = np.where(in_parent, np.uint64(PageFlag.PARENT), np.uint64(PageFlag.PRESENT))
+    flags = columns[_EntryField.FLAGS]
     return _Columns(
-        vaddrs=values[_EntryField.VADDR],
-        counts=np.where(
-            present[_EntryField.NR_PAGES],
-            values[_EntryField.NR_PAGES],
-            values[_EntryField.COMPAT_NR_PAGES],
-        ),
-        flags=np.where(
-            present[_EntryField.FLAGS], values[_EntryField.FLAGS], old_flags.astype(np.uint64)
-        ),
-        is_wide=present[_EntryField.NR_PAGES],
+        vaddrs=columns[_EntryField.VADDR].values,
+        counts=np.where(wide.present, wide.values, narrow.values),
+        flags=np.where(flags.present, flags.values, old_flags),
+        is_wide=wide.present,
     )
-
-
-def _varints(
-    octets: NDArray[np.uint8], position: NDArray[np.int64]
-) -> tuple[Column, NDArray[np.int64]]:
-    """Decode a varint at each position; a length above the limit says that it goes on."""
-    value = np.zeros(len(position), dtype=np.uint64)
-    length = np.full(len(position), _VARINT_BYTES + 1, dtype=np.int64)
-    going_on = np.arange(len(position))
-    for index in range(_VARINT_BYTES):
-        octet = octets[position[going_on] + index]
-        value[going_on] |= (octet & 0x7F).astype(np.uint64) << np.uint64(7 * index)
-        is_last = octet < 0x80
-        length[going_on[is_last]] = index + 1
-        going_on = going_on[~is_last]
-        if not len(going_on):
-            break
-    return value, length
 
 
 def _decode_any(

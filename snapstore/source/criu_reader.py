@@ -4,8 +4,8 @@ Nobody vouches for the bytes. Values only, no schema: `criu_images.py` and `criu
 which field means what. All errors name the file and the offset. Reading is lazy and takes time
 linear in the bytes given.
 
-Layout of an image: a common magic (`inventory.img` has none, nor had CRIU before 2.0), the magic
-of its type, then entries of a 32-bit length and a protobuf message.
+Layout of an image: a common magic (`inventory.img` has none, nor had CRIU before 2.0; statistics
+have another one), the magic of its type, then entries of a 32-bit length and a protobuf message.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["ENTRY_BYTES_MAX", "UINT32_END", "UINT64_END", "Field", "ImageReader"]
 
 MAGIC_COMMON = 0x54564319
+MAGIC_SERVICE = 0x55105940
 
 ENTRY_BYTES_MAX = 32 * MIB
 """The largest real entry is the one of `mm-*.img`: some 50 bytes for each of up to a million
@@ -55,8 +56,9 @@ class ImageReader:
         self.data = data
         self.name = name
         first = self._fixed32(0)
-        self._start = 8 if first == MAGIC_COMMON else 4
-        self.magic = self._fixed32(4) if first == MAGIC_COMMON else first
+        has_two = first in (MAGIC_COMMON, MAGIC_SERVICE)
+        self._start = 8 if has_two else 4
+        self.magic = self._fixed32(4) if has_two else first
 
     def expect(self, magic: int) -> None:
         """Check the type of the image.

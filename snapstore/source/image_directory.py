@@ -10,24 +10,17 @@ import re
 from typing import TYPE_CHECKING, TypeVar
 
 from snapstore.fstree import show_path
-from snapstore.source import criu_images
+from snapstore.source import criu_files, criu_images, criu_memory
 from snapstore.source.classes import FileRole
 from snapstore.source.criu_pagemap import Pagemap, parse_pagemap
-from snapstore.source.scan import read_source_file
 from snapstore.source.tree_index import TreeIndex, join_path
 from snapstore.units import KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from snapstore.source.criu_images import (
-        Core,
-        CpuInfo,
-        DumpLog,
-        Inventory,
-        MappedFile,
-        Process,
-    )
+    from snapstore.source.criu_files import MappedFile
+    from snapstore.source.criu_images import Core, CpuInfo, DumpLog, Inventory, Process
 
 __all__ = ["ImageFacts", "read_image_directory"]
 
@@ -110,13 +103,13 @@ def _read_processes(index: TreeIndex, facts: ImageFacts, names: list[bytes]) -> 
         if core is not None:
             facts.cores[process.pid] = core
     files_name = b"files.img" if b"files.img" in names else b"reg-files.img"
-    files = _read(index, facts, path(files_name), criu_images.parse_files) or {}
+    files = _read(index, facts, path(files_name), criu_files.parse_files) or {}
     memories = [
-        _read(index, facts, path(name), criu_images.parse_mm)
+        _read(index, facts, path(name), criu_memory.parse_mm)
         for name in names
         if _MM.fullmatch(name)
     ]
-    facts.mapped_files = criu_images.mapped_files(files, [m for m in memories if m is not None])
+    facts.mapped_files = criu_files.mapped_files(files, [m for m in memories if m is not None])
     facts.cpus = _read(index, facts, path(b"cpuinfo.img"), criu_images.parse_cpuinfo) or ()
 
 
@@ -177,7 +170,7 @@ def _read_log(index: TreeIndex, directory: bytes) -> DumpLog | None:
     if entry is None:
         return None
     # CRIU names its version and the kernel in the first lines.
-    data = read_source_file(index.tree, entry, size_bytes_max=LOG_BYTES_READ, is_prefix_enough=True)
+    data = index.tree.read(entry, size_bytes_max=LOG_BYTES_READ, is_prefix_enough=True)
     return criu_images.parse_dump_log(data)
 
 

@@ -21,13 +21,12 @@ from snapstore.source.nvidia import (
 )
 from snapstore.source.ranks import HOST, RankKey, assign_ranks, parse_rank_glob
 from snapstore.source.requirements import JsonValue, build_requirements
-from snapstore.source.tree_index import TreeIndex, WarningList, join_path
+from snapstore.source.tree_index import SourceTree, TreeIndex, WarningList, join_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from snapstore.source.nvidia import GpuLayout
-    from snapstore.source.scan import ScannedTree
 
 __all__ = ["Recognised", "SourceEntry", "recognise"]
 
@@ -69,7 +68,7 @@ class Recognised:
 
 
 def recognise(
-    tree: ScannedTree,
+    tree: SourceTree,
     *,
     rank_glob: str | None = None,
     class_overrides: Sequence[ClassOverride] = (),
@@ -77,7 +76,7 @@ def recognise(
     """Divide a tree into ranks and say what each file is.
 
     Args:
-        tree: The scanned tree, still in place.
+        tree: The tree; a scanned one is still in place.
         rank_glob: Overrides all that is known of ranks; see `parse_rank_glob`.
         class_overrides: The user's word on classes; see `class_of`.
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FileIdentity",
     "ScannedTree",
+    "bytes_to_read",
     "check_tree_unchanged",
     "check_unchanged",
     "data_ranges",
@@ -93,6 +94,14 @@ class ScannedTree:
     def size_bytes(self) -> int:
         """Logical bytes of all files, each counted once however many names it has."""
         return sum(entry.size_bytes for entry in self.entries)
+
+    def read(
+        self, entry: TreeEntry, *, size_bytes_max: int, is_prefix_enough: bool = False
+    ) -> bytes:
+        """See `read_source_file`."""
+        return read_source_file(
+            self, entry, size_bytes_max=size_bytes_max, is_prefix_enough=is_prefix_enough
+        )
 
 
 def scan_tree(root: Path, *, skip_special: bool = False) -> ScannedTree:
@@ -236,12 +245,7 @@ def read_source_file(
         SourceChanged: It changed since the scan.
         SourceError: It cannot be read.
     """
-    if entry.size_bytes > size_bytes_max and not is_prefix_enough:
-        raise LimitExceeded(
-            f"{show_path(entry.path)} has {entry.size_bytes} bytes, more than the "
-            f"{size_bytes_max} that are read of such a file"
-        )
-    wanted = min(entry.size_bytes, size_bytes_max)
+    wanted = bytes_to_read(entry, size_bytes_max, is_prefix_enough=is_prefix_enough)
     fd = open_source_file(tree, entry)
     try:
         parts = []
@@ -259,6 +263,20 @@ def read_source_file(
     finally:
         os.close(fd)
     return b"".join(parts)
+
+
+def bytes_to_read(entry: TreeEntry, size_bytes_max: int, *, is_prefix_enough: bool) -> int:
+    """Say how much of a small file is read.
+
+    Raises:
+        LimitExceeded: It is too large, and its beginning is not enough.
+    """
+    if entry.size_bytes > size_bytes_max and not is_prefix_enough:
+        raise LimitExceeded(
+            f"{show_path(entry.path)} has {entry.size_bytes} bytes, more than the "
+            f"{size_bytes_max} that are read of such a file"
+        )
+    return min(entry.size_bytes, size_bytes_max)
 
 
 def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:

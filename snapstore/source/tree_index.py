@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from snapstore.errors import FormatError
 from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.fstree import parent_path, show_path
-from snapstore.source.scan import ScannedTree, read_source_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["TreeIndex", "WarningList", "join_path", "path_text"]
+__all__ = ["SourceTree", "TreeIndex", "WarningList", "join_path", "path_text"]
 
 WARNINGS_MAX = 50
 
@@ -38,10 +37,30 @@ class WarningList:
         return self._texts + ([f"and {self._more} more warnings"] if self._more else [])
 
 
+class SourceTree(Protocol):
+    """A tree whose small files can be read: scanned, or in memory."""
+
+    @property
+    def entries(self) -> tuple[TreeEntry, ...]:
+        """Every path, sorted by its bytes; the root, with an empty path, is first."""
+        ...
+
+    def read(
+        self, entry: TreeEntry, *, size_bytes_max: int, is_prefix_enough: bool = False
+    ) -> bytes:
+        """Read a small file whole, or the beginning of a larger one where that is enough.
+
+        Raises:
+            LimitExceeded: It is larger than `size_bytes_max`; nothing was read.
+            SnapError: It cannot be read.
+        """
+        ...
+
+
 class TreeIndex:
     """The paths of a tree by name and by directory."""
 
-    def __init__(self, tree: ScannedTree, warnings: WarningList) -> None:
+    def __init__(self, tree: SourceTree, warnings: WarningList) -> None:
         self.tree = tree
         self.warnings = warnings
         self._by_path = {entry.path: entry for entry in tree.entries}
@@ -85,7 +104,7 @@ class TreeIndex:
         if entry is None:
             return None
         try:
-            data = read_source_file(self.tree, entry, size_bytes_max=size_bytes_max)
+            data = self.tree.read(entry, size_bytes_max=size_bytes_max)
             return parse(data, path_text(path))
         except FormatError as error:
             self.warnings.add(f"{show_path(path)} is stored as a plain file: {error}")

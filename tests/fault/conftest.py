@@ -23,8 +23,8 @@ def _small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Close packs early, so that a small tree fills several."""
     plan_of = MemoryPlan.of
 
-    def of(options: StoreOptions) -> MemoryPlan:
-        return dataclasses.replace(plan_of(options), pack_bytes=PACK_BYTES)
+    def of(options: StoreOptions, *, held_bytes: int = 0) -> MemoryPlan:
+        return dataclasses.replace(plan_of(options, held_bytes=held_bytes), pack_bytes=PACK_BYTES)
 
     monkeypatch.setattr(MemoryPlan, "of", of)
 

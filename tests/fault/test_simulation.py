@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from snapstore.backend.base import Backend, ObjectKind
-from snapstore.repository import chains, push
+from snapstore.repository import chains, write_session
 from snapstore.testing.simulation import PromiseBroken, Simulation
 
 pytestmark = pytest.mark.slow
@@ -45,23 +45,25 @@ def believes_listings(patch: pytest.MonkeyPatch) -> None:
 
 def stores_nothing(patch: pytest.MonkeyPatch) -> None:
     """Root manifests are reported and not stored (I3)."""
-    put = push._Writer.put
+    put = write_session.WriteSession.put
 
-    def forget(self: push._Writer, kind: ObjectKind, name: str, built: push.Built) -> None:
+    def forget(
+        self: write_session.WriteSession, kind: ObjectKind, name: str, built: write_session.Built
+    ) -> None:
         if kind is not ObjectKind.SNAPSHOT:
             put(self, kind, name, built)
 
-    patch.setattr(push._Writer, "put", forget)
+    patch.setattr(write_session.WriteSession, "put", forget)
 
 
 def forgets_what_was_sent(patch: pytest.MonkeyPatch) -> None:
     """No index is ever found, so everything is sent again (I4)."""
-    load = push.Catalog.load
+    load = write_session.Catalog.load
 
-    def nothing(self: push.Catalog, backend: Backend, **_: object) -> object:
+    def nothing(self: write_session.Catalog, backend: Backend, **_: object) -> object:
         return load(self, _NoIndexes(backend))
 
-    patch.setattr(push.Catalog, "load", nothing)
+    patch.setattr(write_session.Catalog, "load", nothing)
 
 
 class _NoIndexes:

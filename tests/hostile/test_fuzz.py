@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 1
 PATIENCE_S = 60
 WITHOUT_TARGET = {
+    "decode_columns": "`criu-mm` and `criu-pagemap`",
     "parse_header": "`envelope-header`, which tries all magics",
     "parse_whole": "`envelope`",
     "parse_bytes": "of the command line, not of the store",

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from snapstore import Snapshot, SnapshotEntry
+from snapstore import Snapshot, SnapshotEntry, SnapshotFile
 from snapstore.backend.base import ObjectKind
 from snapstore.errors import SnapError
 from snapstore.format.canonical import decode_typed
 from snapstore.format.layout import LayoutTables
 from snapstore.options import Integrity
+from snapstore.units import KIB
 from tests.hostile.test_lies import data_as_zeros, other_frame, shifted
 from tests.hostile.test_mutations import mutated
 from tests.support.damage import Lab, Sections, canonical, flip
@@ -30,12 +31,28 @@ def contents(lab: Lab) -> dict[str, bytes]:
     }
 
 
-def read_whole(snapshot: Snapshot, entry: SnapshotEntry) -> bytes | None:
-    pieces = range(0, max(entry.size_bytes, 1), PIECE_BYTES)
+def in_pieces(file: SnapshotFile) -> bytes:
+    pieces = range(0, max(file.size_bytes, 1), PIECE_BYTES)
+    return b"".join(file.read_at(at, PIECE_BYTES) for at in pieces)
+
+
+def in_ranges(file: SnapshotFile) -> bytes:
+    data = bytearray(file.size_bytes)
+    for part in file.ranges(about_bytes=512 * KIB, zeros_bytes_min=64 * KIB):
+        if not part.is_zeros:
+            view = memoryview(data)[part.offset : part.offset + part.length]
+            file.read_into(part.offset, view, streaming=True)
+    return bytes(data)
+
+
+WAYS = [in_pieces, in_ranges]
+Way = Callable[[SnapshotFile], bytes]
+
+
+def read_whole(snapshot: Snapshot, entry: SnapshotEntry, way: Way) -> bytes | None:
     caught: SnapError | None = None
     try:
-        file = snapshot.open(entry.path)
-        return b"".join(file.read_at(at, PIECE_BYTES) for at in pieces)
+        return way(snapshot.open(entry.path))
     except SnapError as error:
         caught = error
     assert caught.exit_code == 4, (entry.name, caught)
@@ -43,26 +60,30 @@ def read_whole(snapshot: Snapshot, entry: SnapshotEntry) -> bytes | None:
     return None
 
 
-def read_all(lab: Lab, integrity: Integrity = Integrity.STRONG) -> dict[str, bytes]:
-    """Read every file, in pieces; files that are refused are left out, with exit code 4."""
+def read_all(
+    lab: Lab, integrity: Integrity = Integrity.STRONG, *, way: Way = in_pieces
+) -> dict[str, bytes]:
+    """Read every file; files that are refused are left out, with exit code 4."""
     found = {}
     with lab.open(integrity=integrity) as store:
         snapshot = store.snapshot(lab.name)
         for entry in snapshot.walk():
             if not entry.is_file:
                 continue
-            content = read_whole(snapshot, entry)
+            content = read_whole(snapshot, entry, way)
             if content is not None:
                 found[entry.name] = content
     return found
 
 
-def test_what_is_read_is_what_was_pushed(lab: Lab) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_read_is_what_was_pushed(lab: Lab, way: Way) -> None:
     for integrity in Integrity:
-        assert read_all(lab, integrity) == contents(lab)
+        assert read_all(lab, integrity, way=way) == contents(lab)
 
 
-def test_mutated_layouts(lab: Lab) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_mutated_layouts(lab: Lab, way: Way) -> None:
     """Goal: with whatever layout a file gives its bytes, or an error of exit code 4.
 
     Method: mutate one section of the newest layout and write it as the next generation. With fast
@@ -73,19 +94,20 @@ def test_mutated_layouts(lab: Lab) -> None:
     for number in range(MUTATIONS):
         seed = f"reading {number}"
         path = lab.lie_in_layout(mutated(random.Random(seed)), position=number % 3)
-        found = read_all(lab)
+        found = read_all(lab, way=way)
         assert {name: want[name] for name in found} == found, seed
         refused += len(want) - len(found)
-        read_all(lab, Integrity.FAST)
+        read_all(lab, Integrity.FAST, way=way)
         path.unlink()
     assert refused
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lie", [data_as_zeros, other_frame, shifted])
-def test_a_layout_that_lies(lab: Lab, lie: Callable[[LayoutTables], None]) -> None:
+def test_a_layout_that_lies(lab: Lab, lie: Callable[[LayoutTables], None], way: Way) -> None:
     """Zeros, other bytes or shifted ones where the manifest says data. Proves: I6."""
     lab.lie_in_tables(lie)
-    found, want = read_all(lab), contents(lab)
+    found, want = read_all(lab, way=way), contents(lab)
     assert {name: want[name] for name in found} == found
     assert len(found) < len(want)
 
@@ -110,10 +132,11 @@ def test_trees_that_contradict_each_other(lab: Lab) -> None:
             store.snapshot(lab.name).open("note-1")
 
 
-def test_damaged_packs(lab: Lab) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_damaged_packs(lab: Lab, way: Way) -> None:
     for pack in lab.packs_of():
         flip(pack, 0.1)
-    found = read_all(lab)
+    found = read_all(lab, way=way)
     want = contents(lab)
     assert {name: want[name] for name in found} == found
     assert len(found) < len(want)

@@ -27,6 +27,7 @@ from snapstore.format import layout as layout_format
 from snapstore.format import lease as lease_format
 from snapstore.format import mark as mark_format
 from snapstore.format import pack as pack_format
+from snapstore.format import page_order as page_order_format
 from snapstore.format import rank as rank_format
 from snapstore.format import ref as ref_format
 from snapstore.format import snapshot as snapshot_format
@@ -44,6 +45,7 @@ DECODERS: dict[str, Callable[[bytes], object]] = {
     "ref": ref_format.decode_ref,
     "lease": lease_format.decode_lease,
     "mark": mark_format.decode_mark,
+    "page-order": page_order_format.decode_page_order,
 }
 
 _HEX64 = "[0-9a-f]{64}"

@@ -23,6 +23,7 @@ from snapstore.format import layout as layout_format
 from snapstore.format import lease as lease_format
 from snapstore.format import mark as mark_format
 from snapstore.format import pack as pack_format
+from snapstore.format import page_order as page_order_format
 from snapstore.format import rank as rank_format
 from snapstore.format import ref as ref_format
 from snapstore.format import snapshot as snapshot_format
@@ -159,6 +160,7 @@ RUN: dict[str, Callable[..., object]] = {
     "ref": document(ref_format.decode_ref),
     "lease": document(lease_format.decode_lease),
     "mark": document(mark_format.decode_mark),
+    "page-order": document(page_order_format.decode_page_order),
     "tree": lambda data, _: tree_json(decode_tree(data)),
     "envelope": run_envelope,
     "pack-footer": run_footer,
@@ -170,7 +172,17 @@ RUN: dict[str, Callable[..., object]] = {
     "lease-transition": run_lease_transition,
     "mark-transition": run_mark_transition,
 }
-DOCUMENTS = {"config", "snapshot", "rank-meta", "layout-meta", "ref", "lease", "mark", "tree"}
+DOCUMENTS = {
+    "config",
+    "snapshot",
+    "rank-meta",
+    "layout-meta",
+    "ref",
+    "lease",
+    "mark",
+    "page-order",
+    "tree",
+}
 
 
 def given(case: dict) -> object:
@@ -223,6 +235,7 @@ def test_schemas_accept_valid_documents(kind: str) -> None:
 BEYOND_SCHEMAS = {
     "version as float",
     "whole float",
+    "page as float",
     "33 levels",
     "host last",
     "ranks descending",
@@ -230,6 +243,10 @@ BEYOND_SCHEMAS = {
     "time: line feed",
     "time: no such day",
     "time: year 0",
+    "no such file",
+    "ends beyond any file",
+    "file not used",
+    "files in another order",
 }
 
 

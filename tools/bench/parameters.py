@@ -42,7 +42,7 @@ VARIANTS: list[dict[str, int]] = [
 
 def apply(parameters: dict[str, int]) -> None:
     """Put parameters in the place of the defaults, in this process only."""
-    cutters = file_streams._CUTTERS  # noqa: SLF001
+    cutters = file_streams.CUTTERS
     cutters[DataClass.PAGES] = PageCutter(parameters["pages"], 4 * parameters["pages"])
     cutters[DataClass.TENSORS] = ContentCutter(mean_bytes=parameters["tensors"] * KIB)
     frame_plan.CODED_FRAME_BYTES = parameters["coded"] * KIB

@@ -73,6 +73,12 @@ MARK: dict[str, Json] = {
     "state": "condemned",
     "version": 1,
 }
+PAGE_ORDER: dict[str, Json] = {
+    "files": ["pages-1.img"],
+    "format": "snapstore/page-order",
+    "runs": [[0, 7, 2]],
+    "version": 1,
+}
 BASES = {
     "config": CONFIG,
     "snapshot": SNAPSHOT,
@@ -81,6 +87,7 @@ BASES = {
     "ref": REF,
     "lease": LEASE,
     "mark": MARK,
+    "page-order": PAGE_ORDER,
 }
 
 
@@ -146,7 +153,22 @@ def valid_documents() -> dict[str, list[Case]]:
             _good(word, MARK, state=word)
             for word in ("condemned", "revived", "deleting", "deleted")
         ],
+        "page-order": _page_orders(),
     }
+
+
+def _page_orders() -> list[Case]:
+    def order(name: str, files: list[Json], runs: list[list[int]]) -> Case:
+        value = _with(PAGE_ORDER, files=files, runs=runs)  # type: ignore[arg-type]
+        return good(name, canonical(value), [[files[file], *pages] for file, *pages in runs])
+
+    return [
+        order("one run", ["pages-1.img"], [[0, 7, 2]]),
+        order("nothing", [], []),
+        order("two files by turns", ["a/b", "..."], [[0, 9, 1], [1, 0, 3], [0, 0, 9], [0, 9, 1]]),
+        order("last page of the longest file", ["\u00e9"], [[0, 2**38 - 1, 1], [0, 0, 2**38]]),
+        order("longest path", ["/".join(["a" * 255] * 16)], [[0, 0, 1]]),
+    ]
 
 
 def hostile_documents() -> dict[str, list[Case]]:
@@ -370,6 +392,46 @@ def _mark() -> list[Case]:
     ]
 
 
+def _page_order() -> list[Case]:
+    def runs(name: str, *runs: Json) -> Case:
+        return _bad(name, PAGE_ORDER, runs=[*runs])
+
+    def path(name: str, text: str, error: str = "Malformed") -> Case:
+        return _bad(f"path: {name}", PAGE_ORDER, error, files=[text])
+
+    return [
+        runs("no such file", [1, 0, 1]),
+        runs("file negative", [-1, 0, 1]),
+        runs("page negative", [0, -1, 1]),
+        runs("no pages", [0, 0, 0]),
+        runs("pages negative", [0, 0, -1]),
+        runs("page beyond any file", [0, 2**38, 1]),
+        runs("too many pages", [0, 0, 2**38 + 1]),
+        runs("ends beyond any file", [0, 2**38 - 1, 2]),
+        runs("pages beyond 64 bits", [0, 0, 2**64 + 1]),
+        runs("run too short", [0, 0]),
+        runs("run too long", [0, 0, 1, 1]),
+        runs("run an object", {"file": 0}),
+        runs("page as string", [0, "0", 1]),
+        runs("page true", [0, True, 1]),
+        runs("page null", [0, None, 1]),
+        bad("page as float", canonical(PAGE_ORDER).replace("7", "7.0")),
+        _bad("runs null", PAGE_ORDER, runs=None),
+        _bad("file not used", PAGE_ORDER, files=["pages-1.img", "b"]),
+        _bad("file twice", PAGE_ORDER, files=["a", "a"], runs=[[0, 0, 1], [1, 0, 1]]),
+        _bad("files in another order", PAGE_ORDER, files=["a", "b"], runs=[[1, 0, 1], [0, 0, 1]]),
+        _bad("file a number", PAGE_ORDER, files=[1]),
+        path("empty", ""),
+        path("absolute", "/etc/passwd"),
+        path("slash at the end", "a/"),
+        path("upwards", "a/../../b"),
+        path("here", "./a"),
+        path("NUL", "a\0b"),
+        path("too long", "a" * 4097, "LimitExceeded"),
+        bad("too large", [text(canonical(PAGE_ORDER)), repeat(b" ", 4 << 20)], "LimitExceeded"),
+    ]
+
+
 _OWN = {
     "config": _config,
     "snapshot": _snapshot,
@@ -378,6 +440,7 @@ _OWN = {
     "ref": _ref,
     "lease": _lease,
     "mark": _mark,
+    "page-order": _page_order,
 }
 
 

@@ -70,6 +70,12 @@ def test_indexes_ranks_and_layouts() -> None:
 def test_documents_and_paths() -> None:
     assert numbers("root manifest, config") == [limits.SNAPSHOT_BYTES_MAX, limits.CONFIG_BYTES_MAX]
     assert numbers("ref, lease, mark") == [limits.REF_BYTES_MAX]
+    assert numbers("hint, page order") == [
+        limits.HINT_BYTES_MAX,
+        limits.PAGE_ORDER_BYTES_MAX,
+        limits.PAGE_ORDER_RUNS_MAX,
+        limits.PAGE_ORDER_FILES_MAX,
+    ]
     assert limits.REF_BYTES_MAX == limits.LEASE_BYTES_MAX == limits.MARK_BYTES_MAX
     assert numbers("path, component, symlink target") == [
         limits.PATH_BYTES_MAX,

@@ -79,6 +79,29 @@ def test_closing_wakes_those_who_wait() -> None:
     pool.close()
 
 
+def test_a_pool_grows_and_shrinks() -> None:
+    """What is lent when a pool shrinks is dropped when it comes back."""
+    pool = BufferPool(count=1, size_bytes=100)
+    pool.widen()
+    lent = [pool.acquire(), pool.acquire()]
+    assert pool.try_acquire() is None
+    pool.narrow()
+    pool.release(lent.pop())
+    assert pool.try_acquire() is None
+    pool.release(lent.pop())
+    lent.append(pool.acquire())
+    assert pool.try_acquire() is None
+    pool.release(lent.pop())
+    pool.trim()
+    pool.widen()
+    pool.narrow()
+    pool.narrow()
+    assert pool.try_acquire() is None
+    pool.close()
+    with pytest.raises(Interrupted):
+        pool.try_acquire()
+
+
 def test_an_error_gives_the_buffer_back() -> None:
     pool = BufferPool(count=1, size_bytes=100)
     with pytest.raises(ZeroDivisionError), pool.borrowed():

@@ -10,6 +10,7 @@ from snapstore.errors import UsageError
 from snapstore.format import limits
 from snapstore.options import MEMORY_BYTES_MIN, Compression, StoreOptions
 from snapstore.repository import memory
+from snapstore.repository.arriving_file import HELD_BYTES_MIN
 from snapstore.repository.ingest import INGEST_BUFFER_BYTES
 from snapstore.repository.memory import MemoryPlan
 from snapstore.repository.windows import WINDOW_BYTES
@@ -69,6 +70,30 @@ def test_there_is_always_enough_to_go_on(budget: int, threads: int, effort: Comp
     assert plan.pack_bytes <= limits.PACK_BYTES_MAX - limits.PACK_FOOTER_BYTES_MAX
     assert plan.catalog_bytes >= 8 * MIB
     assert plan.read_bytes >= limits.FRAME_PLAIN_BYTES_MAX
+
+
+@given(budgets, st.integers(1, 64), efforts)
+@example(MEMORY_BYTES_MIN, 1, Compression.MAX)
+@example(MEMORY_BYTES_MIN, 64, Compression.MAX)
+@example(MEMORY_BYTES_MIN, 64, Compression.AUTO)
+@example(GIB, 2, Compression.AUTO)
+def test_files_that_arrive_stay_within_the_budget(
+    budget: int, threads: int, effort: Compression
+) -> None:
+    """As for a push, with what files hold before they fill windows, and windows half full."""
+    options = StoreOptions(memory_bytes=budget, threads=threads, compression=effort)
+    plan = MemoryPlan.for_arrivals(options)
+    working = memory._THREAD_BYTES_MAX_EFFORT if effort is Compression.MAX else memory._THREAD_BYTES
+    packs = plan.packs_in_flight * (plan.pack_bytes + limits.FRAME_STORED_BYTES_MAX)
+    count = plan.window_buffers + min(plan.windows_filled, plan.windows_spare)
+    windows = count * (INGEST_BUFFER_BYTES + WINDOW_BYTES)
+    held = plan.catalog_bytes + plan.threads * working + plan.held_bytes
+    assert memory._INTERPRETER_BYTES + packs + windows + held <= budget
+    assert plan.threads >= 1
+    # One window is left for the pipeline however many wait half full.
+    assert 1 <= plan.windows_filled < count
+    assert plan.held_bytes // 2 // HELD_BYTES_MIN >= 15
+    assert plan.catalog_bytes >= 8 * MIB
 
 
 @given(st.integers(1, 64), st.integers(MEMORY_BYTES_MIN, 4 * GIB), st.integers(0, 4 * GIB))

@@ -204,11 +204,40 @@ def test_many_extents_wait_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert manifest.to_bytes()[:8] == b"SNAPRANK"
 
 
-def test_streams_are_completed_in_order() -> None:
-    builder = RankBuilder("host")
-    for number in range(2):
-        builder.add_stream(data_class="pages", origin=f"{number}")
-    builder.add_pieces(1, pieces_of([(1, 0, 0)]))
-    with pytest.raises(AssertionError):
-        builder.add_pieces(0, pieces_of([(1, 0, 0)]))
-    builder.close()
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(streams, st.sampled_from([48, 480, 1 << 25]), st.data())
+def test_streams_may_grow_side_by_side(
+    monkeypatch: pytest.MonkeyPatch,
+    told: list[list[list[Piece]]],
+    spool_bytes: int,
+    drawn: st.DataObject,
+) -> None:
+    """Goal: the order in which windows of several streams come changes nothing.
+
+    Method: tell a builder the windows in any order that keeps each stream's, with streams begun in
+    any order and arranged at the end; compare with one that was told one stream after the other.
+    """
+    monkeypatch.setattr(rank_builder, "_SPOOL_BYTES", spool_bytes)
+    order = drawn.draw(st.permutations(range(len(told))))
+    turns = drawn.draw(
+        st.permutations([number for number, windows in enumerate(told) for _ in windows])
+    )
+    builder = RankBuilder(7)
+    try:
+        numbers = {
+            stream: builder.add_stream(data_class="pages", origin="unknown") for stream in order
+        }
+        left = [iter(windows) for windows in told]
+        for stream in turns:
+            builder.add_pieces(numbers[stream], pieces_of(next(left[stream])))
+        for stream, number in numbers.items():
+            builder.set_origin(number, f"stream {stream}")
+        builder.arrange([numbers[stream] for stream in range(len(told))])
+        manifest = builder.build_manifest([ROOT], {"gpu": 3})
+        layout, _ = builder.build_layout(manifest.root, frame_table(), ManualClock())
+        rank, expected_layout = built(told)
+        assert manifest.root == rank.root
+        segments = parse_layout(layout.to_bytes()).segments
+        assert segments.tobytes() == expected_layout.segments.tobytes()
+    finally:
+        builder.close()

@@ -11,7 +11,7 @@ import pytest
 import snapstore
 from snapstore.backend.base import ObjectKind
 from snapstore.options import MEMORY_BYTES_MIN
-from snapstore.repository import catalog, push
+from snapstore.repository import catalog, push, write_session
 from snapstore.repository.catalog import Catalog
 from snapstore.repository.memory import MemoryPlan
 from snapstore.units import KIB, MIB
@@ -60,7 +60,7 @@ def catalogs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Catalog]]:
             super().close()
 
     monkeypatch.setattr(push, "MemoryPlan", SmallPlan)
-    monkeypatch.setattr(push, "Catalog", Watched)
+    monkeypatch.setattr(write_session, "Catalog", Watched)
     monkeypatch.setattr(catalog, "_ROWS_MIN", 40)
     return made
 

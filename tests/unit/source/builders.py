@@ -5,20 +5,17 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from snapstore.source.criu_files import MAGIC_FILES
 from snapstore.source.criu_images import (
     MAGIC_CORE,
     MAGIC_CPUINFO,
-    MAGIC_FILES,
     MAGIC_INVENTORY,
-    MAGIC_MM,
     MAGIC_PSTREE,
 )
+from snapstore.source.criu_memory import MAGIC_MM, VmaStatus
 from snapstore.source.criu_pagemap import MAGIC_PAGEMAP, PageFlag
 from snapstore.source.criu_reader import MAGIC_COMMON
 from snapstore.units import PAGE_BYTES
-
-FILE_PRIVATE = 1 << 6
-ANON_PRIVATE = 1 << 9
 
 Value = int | bytes
 
@@ -78,13 +75,21 @@ def core(name: str, machine: int = 1) -> bytes:
     return image(MAGIC_CORE, message((1, machine), (2, b"registers"), (3, task)))
 
 
-def mm(exe: int, *file_ids: int) -> bytes:
-    vmas = [
-        message((1, 0x1000), (2, 0x2000), (3, 0), (4, file_id), (5, 1), (6, 2), (7, FILE_PRIVATE))
-        for file_id in file_ids
-    ]
-    vmas.append(message((1, 0x9000), (2, 0xA000), (3, 0), (4, 0), (5, 3), (7, ANON_PRIVATE)))
-    return image(MAGIC_MM, message((1, 0x400000), (12, exe), *((14, vma) for vma in vmas)))
+def vma(start: int, end: int, status: int, object_id: int = 0, *extra: tuple[int, Value]) -> bytes:
+    """Build a mapping as CRIU writes it, its fields in ascending order."""
+    fields = ((1, start), (2, end), (3, 0), (4, object_id), (5, 3), (6, 2), (7, status), (8, 1))
+    return message(*fields, *extra)
+
+
+def mm(exe: int, *file_ids: int, vmas: Sequence[bytes] | None = None) -> bytes:
+    """Build a memory image that maps some files, or what else is given."""
+    if vmas is None:
+        vmas = [
+            vma(0x10000 + row * 0x1000, 0x11000 + row * 0x1000, VmaStatus.FILE_PRIVATE, file_id)
+            for row, file_id in enumerate(file_ids)
+        ]
+        vmas.append(vma(1 << 40, 2 << 40, VmaStatus.REGULAR | VmaStatus.ANON_PRIVATE))
+    return image(MAGIC_MM, message((1, 0x400000), (12, exe), *((14, one) for one in vmas)))
 
 
 def files(*table: tuple[int, str, int | None, str | None]) -> bytes:
@@ -138,3 +143,23 @@ def make_sparse(path: Path, size_bytes: int, *runs: tuple[int, bytes]) -> None:
         file.truncate(size_bytes)
         for offset, data in runs:
             os.pwrite(file.fileno(), data, offset)
+
+
+def inet_socket(
+    family: int, kind: int, state: int, source: tuple[bytes, int], peer: tuple[bytes, int]
+) -> bytes:
+    """Build an entry of files.img; addresses are as on the wire, in packed words."""
+
+    def words(address: bytes) -> bytes:
+        return b"".join(varint(word) for (word,) in struct.iter_unpack("<I", address))
+
+    numbers = (7, 77, family, kind, 6, state, source[1], peer[1], 2, 5)
+    socket_entry = message(
+        *enumerate(numbers, 1), (11, words(source[0])), (12, words(peer[0])), (13, b""), (18, 9)
+    )
+    return message((1, 4), (2, 7), (4, socket_entry))
+
+
+def unix_socket(name: bytes, peer: int, *, external: bool = False) -> bytes:
+    numbers = enumerate((8, 88, 1, 1, 2, int(external), 0, peer), 1)
+    return message((1, 5), (2, 8), (16, message(*numbers, (11, name))))

@@ -2,38 +2,65 @@ import contextlib
 import struct
 import time
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from snapstore.errors import FormatError, LimitExceeded, Malformed
-from snapstore.source import criu_images
+from snapstore.source import criu_files, criu_images, criu_memory
+from snapstore.source.criu_files import (
+    MAGIC_FILES,
+    MAGIC_REG_FILES,
+    Descriptor,
+    GhostFile,
+    InetSocket,
+    MappedFile,
+    MemfdInode,
+    RegularFile,
+    UnixSocket,
+    WorkingDirectory,
+    mapped_files,
+    parse_fdinfo,
+    parse_files,
+    parse_fs,
+    parse_ghost_file,
+    parse_memfd,
+    parse_open_files,
+    parse_remaps,
+)
 from snapstore.source.criu_images import (
     MAGIC_CPUINFO,
-    MAGIC_FILES,
     MAGIC_INVENTORY,
     MAGIC_PSTREE,
-    MAGIC_REG_FILES,
     Core,
     CpuInfo,
     DumpLog,
-    MappedFile,
-    Memory,
+    DumpStats,
     Process,
-    RegularFile,
-    mapped_files,
+    RestoreStats,
+    TaskState,
+    own_namespaces,
     parse_core,
     parse_cpuinfo,
     parse_dump_log,
-    parse_files,
+    parse_dump_stats,
+    parse_ids,
     parse_inventory,
-    parse_mm,
     parse_pstree,
+    parse_restore_stats,
 )
+from snapstore.source.criu_memory import parse_mm
 from snapstore.source.criu_pagemap import parse_pagemap
 from tests.unit.source import builders
 from tests.unit.source.builders import image, message
+
+
+def entry(raw: bytes) -> bytes:
+    """Make what stands in an image after its magic, or after other entries."""
+    return struct.pack("<I", len(raw)) + raw
+
 
 SAMPLES: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "pagemap": (parse_pagemap, builders.pagemap(1, (0x1000, 3, 6), (0x9000, 1, 4))),
@@ -43,7 +70,24 @@ SAMPLES: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "mm": (parse_mm, builders.mm(1, 1, 2, 3)),
     "files": (parse_files, builders.files((1, "/a", 5, "0011223344556677"), (2, "/b", None, None))),
     "cpuinfo": (parse_cpuinfo, builders.cpuinfo()),
+    "open-files": (
+        parse_open_files,
+        builders.files((1, "/a", 5, "0011223344556677")) + entry(builders.unix_socket(b"/s", 3)),
+    ),
+    "fdinfo": (parse_fdinfo, image(criu_files.MAGIC_FDINFO, message((1, 5), (3, 1), (4, 0)))),
+    "fs": (parse_fs, image(criu_files.MAGIC_FS, message((1, 5), (2, 6)))),
+    "remaps": (parse_remaps, image(criu_files.MAGIC_REMAPS, message((1, 5), (2, 6), (3, 1)))),
+    "memfd": (
+        parse_memfd,
+        image(criu_files.MAGIC_MEMFD, message((1, b"m"), (4, 4096), (5, 7), (7, 1))),
+    ),
+    "ghost": (parse_ghost_file, image(criu_files.MAGIC_GHOST_FILE, message((3, 33152), (10, 5)))),
+    "ids": (parse_ids, image(criu_images.MAGIC_IDS, message(*((n, n) for n in range(1, 13))))),
+    "stats": (parse_dump_stats, builders.image(criu_images.MAGIC_STATS, message((1, b"\x08\x05")))),
 }
+MAY_END_ANYWHERE = {"pagemap", "pstree", "files", "open-files", "fdinfo", "remaps", "memfd"}
+SAME_IMAGE = {"files": "open-files", "open-files": "files"}
+FOUR_FILES = builders.files(*[(n, "/a", None, None) for n in range(4)])
 
 
 # -- what each image says ---------------------------------------------------------------------
@@ -80,7 +124,8 @@ def test_a_core_tells_architecture_and_name():
 
 
 def test_a_memory_image_tells_which_files_are_mapped():
-    assert parse_mm(builders.mm(4, 1, 2, 2)) == Memory(exe_file_id=4, file_ids=frozenset({1, 2}))
+    memory = parse_mm(builders.mm(4, 1, 2, 2))
+    assert (memory.exe_file_id, memory.file_ids) == (4, frozenset({1, 2}))
 
 
 def test_regular_files_by_id():
@@ -105,11 +150,88 @@ def test_mapped_files_are_those_that_some_process_maps_or_executes():
         3: RegularFile("/log", None, None),
         4: RegularFile("/lib", 20, None),
     }
-    memories = [Memory(1, frozenset({2, 77})), Memory(1, frozenset({4}))]
+    memories = [parse_mm(builders.mm(1, 2, 77)), parse_mm(builders.mm(1, 4))]
     assert mapped_files(files, memories) == (
         MappedFile("/exe", 10, "aa"),
         MappedFile("/lib", 20, None),
     )
+
+
+def test_sockets_tell_their_addresses():
+    v4 = builders.inet_socket(2, 1, 1, (b"\x7f\0\0\1", 80), (b"\x0a\1\2\3", 555))
+    v6 = builders.inet_socket(10, 1, 10, (bytes(15) + b"\1", 443), (b"", 0))
+    found = parse_open_files(image(MAGIC_FILES, v4, v6, builders.unix_socket(b"\0abstract", 3)))
+    assert found.inet == (
+        InetSocket(7, 77, 2, 1, 6, 1, "127.0.0.1", 80, "10.1.2.3", 555, 9),
+        InetSocket(7, 77, 10, 1, 6, 10, "::1", 443, "", 0, 9),
+    )
+    assert [(one.is_listening, one.is_connected) for one in found.inet] == [
+        (False, True),
+        (True, False),
+    ]
+    assert found.unix == (UnixSocket(8, 88, 1, 1, 3, b"\0abstract", is_external=False),)
+    assert found.kinds == {"inet-socket": 2, "unix-socket": 1}
+
+
+def test_open_files_are_counted_by_kind_even_if_the_kind_is_new():
+    data = builders.files((1, "/a", None, None)) + entry(message((1, 99), (2, 3)))
+    data += entry(message((1, 18), (2, 4), (20, message((1, 4), (2, 2), (5, 6)))))
+    found = parse_open_files(data)
+    assert found.regular == parse_files(builders.files((1, "/a", None, None)))
+    assert found.kinds == {"file": 1, "kind-99": 1, "memfd": 1}
+    assert found.memfds == {4: 6}
+
+
+def test_a_file_tells_its_mode_and_whether_it_comes_from_outside():
+    data = message((1, 1), (2, 0o2), (6, b"/a"), (9, 1), (10, 0o40755))
+    found = parse_files(image(MAGIC_FILES, message((1, 1), (2, 1), (3, data))))
+    assert found == {1: RegularFile("/a", None, None, 0o40755, 0o2, is_external=True)}
+
+
+def test_small_images_about_files():
+    two = message((1, 6), (2, 0), (3, 4), (4, 7))
+    assert parse_fdinfo(SAMPLES["fdinfo"][1] + entry(two)) == (
+        Descriptor(fd=0, file_id=5, kind="file"),
+        Descriptor(fd=7, file_id=6, kind="inet-socket"),
+    )
+    assert parse_fs(SAMPLES["fs"][1]) == WorkingDirectory(cwd_id=5, root_id=6)
+    linked = message((1, 8), (2, 1), (3, 0))
+    assert parse_remaps(SAMPLES["remaps"][1] + entry(linked)) == {5: "ghost", 8: "linked"}
+    assert parse_memfd(SAMPLES["memfd"][1]) == (MemfdInode(1, "m", 4096, 7),)
+    # The content of the file follows the head, and may look like anything.
+    content = b"\xff" * 9
+    assert parse_ghost_file(SAMPLES["ghost"][1] + content) == GhostFile(33152, 5)
+
+
+def test_namespaces_that_differ_from_those_of_criu_are_the_images_own():
+    outside = message(*((n, n) for n in range(1, 13)))
+    inventory = parse_inventory(builders.inventory((3, outside)))
+    assert inventory.namespaces["net"] == 6
+    same = parse_ids(SAMPLES["ids"][1])
+    assert (same.files_id, own_namespaces(inventory, same)) == (2, frozenset())
+    fields = [(n, n) for n in range(1, 13) if n not in (5, 9)] + [(5, 55), (9, 99)]
+    own = parse_ids(image(criu_images.MAGIC_IDS, message(*fields)))
+    assert own_namespaces(inventory, own) == {"pid", "mnt"}
+    # Where the inventory does not say what was outside, nothing is known to be inside.
+    assert own_namespaces(parse_inventory(builders.inventory()), own) == frozenset()
+
+
+def test_a_process_that_had_ended_has_no_memory():
+    dead = message((1, TaskState.DEAD), (6, b"x"))
+    assert parse_core(image(criu_images.MAGIC_CORE, message((1, 1), (3, dead)))).is_dead
+    assert not parse_core(builders.core("x")).is_dead
+
+
+def test_statistics_of_a_dump_and_of_a_restore():
+    dump = message(*((n, n) for n in range(1, 15)))
+    magics = struct.pack("<II", 0x55105940, criu_images.MAGIC_STATS)
+    assert parse_dump_stats(magics + entry(message((1, dump)))) == DumpStats(
+        1, 2, 3, 4, 5 + 12, 7 + 14, 9
+    )
+    restore = magics + entry(message((2, message((3, 30), (4, 40), (5, 50)))))
+    assert parse_restore_stats(restore) == RestoreStats(30, 40, 50)
+    with pytest.raises(Malformed, match="something else"):
+        parse_dump_stats(restore)
 
 
 def test_processors_are_listed_once():
@@ -135,7 +257,7 @@ def test_every_image_parses_whole_and_only_as_itself(name: str):
     parse, data = SAMPLES[name]
     assert parse(data)
     for other, (parse_other, _) in SAMPLES.items():
-        if other != name:
+        if other not in (name, SAME_IMAGE.get(name)):
             with pytest.raises(Malformed, match="magic"):
                 parse_other(data)
 
@@ -148,7 +270,7 @@ def test_cut_short_anywhere_it_is_refused_or_has_fewer_entries(name: str):
             parse(data[:length])
         except FormatError:
             continue
-        assert name in {"pagemap", "pstree", "files"}  # which end after any whole entry
+        assert name in MAY_END_ANYWHERE  # after any whole entry
 
 
 @given(st.sampled_from(sorted(SAMPLES)), st.data())
@@ -203,19 +325,28 @@ def test_counts_and_lengths_are_limited(parse: Callable[[bytes], object], data: 
 
 
 @pytest.mark.parametrize(
-    ("limit", "parse", "data"),
+    ("module", "limit", "parse", "data"),
     [
-        ("PROCESSES_MAX", parse_pstree, builders.pstree(*[(5, 0, ())] * 4)),
-        ("THREADS_MAX", parse_pstree, builders.pstree((5, 0, (1, 2, 3, 4)))),
-        ("THREADS_MAX", parse_pstree, builders.pstree((5, 0, (1, 2)), (6, 0, (1, 2)))),
-        ("FILES_MAX", parse_files, builders.files(*[(n, "/a", None, None) for n in range(4)])),
-        ("FILES_MAX", parse_mm, builders.mm(1, 1, 2, 3, 4)),
+        (criu_images, "PROCESSES_MAX", parse_pstree, builders.pstree(*[(5, 0, ())] * 4)),
+        (criu_images, "THREADS_MAX", parse_pstree, builders.pstree((5, 0, (1, 2, 3, 4)))),
+        (criu_images, "THREADS_MAX", parse_pstree, builders.pstree((5, 0, (1, 2)), (6, 0, (1, 2)))),
+        (
+            criu_files,
+            "FILES_MAX",
+            parse_files,
+            builders.files(*[(n, "/a", None, None) for n in range(4)]),
+        ),
+        (criu_memory, "VMAS_MAX", parse_mm, builders.mm(1, 1, 2, 3)),
     ],
 )
 def test_large_limits_hold(
-    monkeypatch: pytest.MonkeyPatch, limit: str, parse: Callable[[bytes], object], data: bytes
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    limit: str,
+    parse: Callable[[bytes], object],
+    data: bytes,
 ):
-    monkeypatch.setattr(criu_images, limit, 3)
+    monkeypatch.setattr(module, limit, 3)
     with pytest.raises(LimitExceeded):
         parse(data)
 
