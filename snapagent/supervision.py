@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,7 @@ class Supervisor:
         self._keeper_fd = -1
         self._strays: processes.Strays | None = None
         self._task: Task = "restore"
+        self._work: Path | None = None
         self._killing = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="supervision", daemon=True)
         self.keeper_pid = 0
@@ -160,8 +162,7 @@ class Supervisor:
                 keeper ended without having been told to. Everything is dead by then.
 
         Raises:
-            AgentError: the place cannot be had. Nothing is left, except the work directory if not
-                even the process could be started.
+            AgentError: the place cannot be had. Nothing is left, except perhaps the work directory.
         """
         if task == "capture" and place.pids == "fresh":
             raise PreflightFailed("what is to be captured is not in fresh process ids")
@@ -182,13 +183,13 @@ class Supervisor:
         with contextlib.ExitStack() as fds:
             sent = []
             for path in named.values():
-                sent.append(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+                sent.append(_open_directory(path))
                 fds.callback(os.close, sent[-1])
             if place.network == "fresh":
                 sent.append(fresh_network(place.addresses))
                 fds.callback(os.close, sent[-1])
             supervisor = cls(*_spawn())
-            supervisor._task = task
+            supervisor._task, supervisor._work = task, work_directory
             supervisor._begin(values, sent, on_death)
         return supervisor
 
@@ -393,6 +394,9 @@ class Supervisor:
         if reason is None:
             reason = f"the supervisor was killed: {self._last_words()}"
         left = self._end_the_rest()
+        if self._work is not None:
+            # Gone already unless the supervisor was killed.
+            shutil.rmtree(self._work, ignore_errors=True)
         with self._changed:
             self._state.ended, self._state.left = reason, left
             told = self._state.told
@@ -457,6 +461,13 @@ class Supervisor:
     ) -> None:
         """Kill what was not released."""
         self.kill("it was not released" if error is None else f"the agent failed: {error}")
+
+
+def _open_directory(path: Path) -> int:
+    try:
+        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise AgentError(f"cannot use the directory {path}: {error.strerror}") from error
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], Channel, IO[bytes]]:
