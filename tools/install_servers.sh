@@ -33,7 +33,7 @@ forbid_cluster() {
 }
 
 # What was there before was set up by somebody else, who may want it at boot: that stays.
-keep_from_boot() { quietly as_root deb-systemd-helper disable "$1"; }
+keep_from_boot() { ! command -v systemctl >/dev/null || quietly as_root systemctl disable "$1"; }
 
 install_redis() {
     ensure_packages redis-server
