@@ -150,7 +150,7 @@ def _check_pids(found: Obstacles, images: Images, place: RestorePlace) -> None:
             f"set the sysctl kernel.pid_max to more than {largest}",
         )
     # The /proc that the placeholder sees is the one of its pid namespace.
-    proc = Path(f"/proc/{place.join_pid}/root/proc") if place.join_pid else PROC
+    proc = Path(f"/proc/{place.join_pid}", "root", "proc") if place.join_pid else PROC
     taken = sorted(pid for pid in images.pids if (proc / str(pid)).exists())
     if taken:
         holders = ", ".join(
