@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from snapagent.preflight.criu_program import check_criu, find_criu, probe_criu
@@ -143,11 +144,11 @@ def _check_namespaces(found: Obstacles, tasks: Sequence[Task]) -> None:
     root = tasks[0]
     root_of = {kind: namespace_of(root.pid, kind) for kind in _KINDS}
     inner_pid = root.status.get("NSpid", "1").split()[-1]
-    if root_of["pid"] and root_of["pid"] != namespace_of("self", "pid") and inner_pid != "1":
+    if root_of["pid"] and root_of["pid"] != namespace_of("self", "pid") and inner_pid == "1":
         found.block(
-            "pid-namespace",
-            f"{root.title} is in another pid namespace and is not the first process there",
-            "name that namespace's first process, or run the agent in the namespace",
+            "is-init",
+            f"{root.title} is the init of its pid namespace, whose place is taken in every other",
+            "start it below an init, as `docker run --init` does, and name the process itself",
         )
     for task in tasks[1:]:
         for kind in _NOT_NESTED:
@@ -158,12 +159,13 @@ def _check_namespaces(found: Obstacles, tasks: Sequence[Task]) -> None:
                     f"{task.title} has a {kind} namespace of its own inside the tree",
                     "name that process itself: CRIU captures no nested ones",
                 )
-    if root_of["mnt"] and root_of["mnt"] != namespace_of("self", "mnt"):
-        found.warn(
-            "mount-namespace",
-            f"{root.title} has mounts of its own",
-            "bind mounts from outside must be named to CRIU as external; restore into the "
-            "container's namespaces instead of recreating them",
+    # CRIU runs in the namespaces of the process, so that it finds its mounts and ids as they are.
+    is_elsewhere = root_of["mnt"] and root_of["mnt"] != namespace_of("self", "mnt")
+    if is_elsewhere and not Path(f"/proc/{root.pid}", "root", "bin", "sh").exists():
+        found.block(
+            "no-shell",
+            f"{root.title} has a root directory without /bin/sh, which runs CRIU's script there",
+            "use an image with a shell",
         )
     if root_of["user"] and root_of["user"] != namespace_of("self", "user"):
         found.warn(
