@@ -128,14 +128,19 @@ def explanation(log: Path) -> list[str]:
 class LiveProcess:
     """One process made to be dumped. Leaving the context ends it, whatever life it is in."""
 
-    def __init__(self, home: Path, *, size_mib: int, seed: int = 1) -> None:
+    def __init__(
+        self, home: Path, *, size_mib: int = 0, seed: int = 1, content: Path | None = None
+    ) -> None:
         """Start it with `home` (an existing folder) as working directory; return when it answers.
 
-        Its standard streams are files there, for a terminal or a pipe could not be restored.
+        Its memory is `size_mib` of noise, or what the file `content` holds. Its standard streams
+        are files in `home`, for a terminal or a pipe could not be restored.
         """
         self._home = home
         command = [sys.executable, str(DEMO_PROCESS), str(home)]
         command += ["--mib", str(size_mib), "--seed", str(seed)]
+        if content is not None:
+            command += ["--content", str(content), "--zero-mib", "0"]
         with (home / "output.txt").open("ab") as output:
             self._first_life = subprocess.Popen(
                 command,

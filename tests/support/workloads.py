@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import pytest
 
+from tests.support.network_locks import without_network_locks
 from tests.support.servers import PostgresServer, RedisServer, Server, folder_of, postgres_program
 from tests.support.tree import ProcessTree
 
@@ -20,7 +21,7 @@ def process_tree(work_dir: Path) -> Iterator[ProcessTree]:
     """Start a small tree of four processes."""
     home = work_dir / "tree"
     home.mkdir()
-    with ProcessTree(home) as tree:
+    with without_network_locks(), ProcessTree(home) as tree:
         yield tree
 
 
@@ -44,5 +45,5 @@ def postgres_server() -> Iterator[PostgresServer]:
 
 def running(kind: type[S]) -> Iterator[S]:
     """Run a server in a new folder."""
-    with folder_of(kind.user) as home, kind(home) as server:
+    with without_network_locks(), folder_of(kind.user) as home, kind(home) as server:
         yield server
