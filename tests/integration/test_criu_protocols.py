@@ -198,7 +198,9 @@ def test_two_lazy_restores_at_once(criu: Criu, work_dir: Path) -> None:
             ]
             assert [one.result() for one in restored] == memories
         assert server.error is None
-        assert server.sent_bytes >= 2 * SIZE_MIB * MIB
+        # Not the size of the memory: CRIU 4.2 takes no page as lazy where the stack pointer of
+        # some thread happens to be at the beginning of a page.
+        assert server.sent_bytes >= reader.lazy_bytes
 
 
 # -- hooks ----------------------------------------------------------------------------------------
