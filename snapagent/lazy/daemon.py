@@ -101,6 +101,7 @@ class LazyPages:
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+        self._closing = threading.Lock()
         self._is_closed = False
         self._waiting = FaultQueue()
         self._events = EventLoop(self._waiting, self._tally, self._adopt)
@@ -170,21 +171,21 @@ class LazyPages:
         Memory that is missing reads as zeros from then on, unless there are duplicates: then who
         touches it waits.
         """
-        self._halt()
-        # The first one starts all others, so the list is complete when that has ended.
-        for thread in self._threads:
-            thread.join()
-        for task in self._all_tasks():
-            task.close()
-        with self._lock:
+        with self._closing:
             if self._is_closed:
                 return
             self._is_closed = True
-        self._events.close()
-        for each in self._sockets:
-            each.close()
-        with contextlib.suppress(FileNotFoundError):
-            (self._directory / SOCKET_NAME).unlink()
+            self._halt()
+            # The first one starts all others, so the list is complete when that has ended.
+            for thread in self._threads:
+                thread.join()
+            for task in self._all_tasks():
+                task.close()
+            self._events.close()
+            for each in self._sockets:
+                each.close()
+            with contextlib.suppress(FileNotFoundError):
+                (self._directory / SOCKET_NAME).unlink()
 
     def __enter__(self) -> Self:
         return self

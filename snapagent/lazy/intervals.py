@@ -71,7 +71,7 @@ class IntervalSet:
     def within(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield what of the set is between two numbers. It must not change meanwhile."""
         at = bisect.bisect_right(self._ends, start)
-        while at < len(self._starts) and self._starts[at] < end:
+        while start < end and at < len(self._starts) and self._starts[at] < end:
             yield max(start, self._starts[at]), min(end, self._ends[at])
             at += 1
 
