@@ -10,6 +10,7 @@ processes are dead.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import threading
@@ -158,7 +159,8 @@ class LazyPages:
     @property
     def stats(self) -> LazyStats:
         """Counts of now."""
-        return self._tally.read()
+        dropped = sum(task.dropped_bytes for task in self._all_tasks())
+        return dataclasses.replace(self._tally.read(), dropped_bytes=dropped)
 
     @property
     def recorded_order(self) -> list[PageRun]:

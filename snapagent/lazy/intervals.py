@@ -68,6 +68,10 @@ class IntervalSet:
             return None
         return self._starts[at], self._ends[at]
 
+    def overlaps(self, start: int, end: int) -> bool:
+        """Tell whether something of the set is between two numbers."""
+        return next(self.within(start, end), None) is not None
+
     def within(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield what of the set is between two numbers. It must not change meanwhile."""
         at = bisect.bisect_right(self._ends, start)

@@ -238,6 +238,19 @@ def test_children_that_are_dead_are_forgotten(stage: Stage) -> None:
     peer.check()
 
 
+def test_descriptors_of_dead_children_are_closed_in_time(stage: Stage) -> None:
+    """A shell forks a thousand times while nothing is filled: that must not use up descriptors."""
+    daemon, peer = stage.start(random_image(PAGES), whole_map(PAGES), PAGES, fill=False)
+    peer.check(5, 1)
+    before = open_files()
+    for _ in range(20):
+        peer.ask("fork_briefly", 10)
+        stage.release()
+    assert daemon.stats.tasks == 201
+    assert open_files() < before + 140
+    peer.check(3, 70)
+
+
 def test_forks_while_memory_is_filled(stage: Stage) -> None:
     """The same without a gate: wherever the fill is at that moment, nothing is missed."""
     daemon, peer = stage.start(
