@@ -145,6 +145,10 @@ class AddressSpace:
         low, high = max(interval[0], base), min(interval[1], base + end - start)
         return Run(start + low - base, low, high - low)
 
+    def misses(self, offset: int, end: int) -> bool:
+        """Tell whether something of a part of the image is missing."""
+        return self._missing.overlaps(offset, end)
+
     def runs(self, offset: int, end: int, limit_bytes: int) -> list[Run]:
         """Return what is missing of a part of the image, in its order.
 

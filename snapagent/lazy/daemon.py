@@ -10,6 +10,7 @@ processes are dead.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import threading
@@ -101,6 +102,7 @@ class LazyPages:
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+        self._closing = threading.Lock()
         self._is_closed = False
         self._waiting = FaultQueue()
         self._events = EventLoop(self._waiting, self._tally, self._adopt)
@@ -157,7 +159,8 @@ class LazyPages:
     @property
     def stats(self) -> LazyStats:
         """Counts of now."""
-        return self._tally.read()
+        dropped = sum(task.dropped_bytes for task in self._all_tasks())
+        return dataclasses.replace(self._tally.read(), dropped_bytes=dropped)
 
     @property
     def recorded_order(self) -> list[PageRun]:
@@ -170,21 +173,21 @@ class LazyPages:
         Memory that is missing reads as zeros from then on, unless there are duplicates: then who
         touches it waits.
         """
-        self._halt()
-        # The first one starts all others, so the list is complete when that has ended.
-        for thread in self._threads:
-            thread.join()
-        for task in self._all_tasks():
-            task.close()
-        with self._lock:
+        with self._closing:
             if self._is_closed:
                 return
             self._is_closed = True
-        self._events.close()
-        for each in self._sockets:
-            each.close()
-        with contextlib.suppress(FileNotFoundError):
-            (self._directory / SOCKET_NAME).unlink()
+            self._halt()
+            # The first one starts all others, so the list is complete when that has ended.
+            for thread in self._threads:
+                thread.join()
+            for task in self._all_tasks():
+                task.close()
+            self._events.close()
+            for each in self._sockets:
+                each.close()
+            with contextlib.suppress(FileNotFoundError):
+                (self._directory / SOCKET_NAME).unlink()
 
     def __enter__(self) -> Self:
         return self

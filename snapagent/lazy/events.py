@@ -18,6 +18,9 @@ __all__ = ["EventLoop"]
 
 _READY_MAX = 64
 
+_TASKS_MIN = 64
+"""So many descriptors may be open before it is looked whether their processes live."""
+
 
 class EventLoop:
     """Reads the events of tasks as they come, and passes faults on.
@@ -33,6 +36,7 @@ class EventLoop:
         self._on_fork = on_fork
         self._tasks: dict[int, LiveTask] = {}
         self._lock = threading.Lock()
+        self._tasks_max = _TASKS_MIN
         self._is_over = False
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -71,11 +75,22 @@ class EventLoop:
         faults, events = task.read_events(self._on_fork)
         if events:
             self._tally.add(events=events)
+            if len(self._tasks) > self._tasks_max:
+                self._tasks_max = max(_TASKS_MIN, 2 * self._drop_ended())
         for address in faults:
             self._tally.queued(self._waiting.put(task, address))
         if faults:
             self._tally.add(faults=len(faults))
             self._tally.happened("first_fault_s")
+
+    def _drop_ended(self) -> int:
+        """Drop all tasks whose process has ended; returns how many are left."""
+        with self._lock:
+            tasks = list(self._tasks.values())
+        for task in tasks:
+            if task.has_ended():
+                self.drop(task)
+        return len(self._tasks)
 
     def end(self) -> None:
         """Let `run` return soon."""

@@ -90,6 +90,10 @@ class FaultServer:
         begin = max(run.address, address & -FAULT_BYTES)
         end = min(run.address + run.length, (address & -FAULT_BYTES) + FAULT_BYTES)
         offset, length = run.offset + begin - run.address, end - begin
+        if self._recorder is not None:
+            self._recorder.add(
+                PageRun(task.memory.image, offset // PAGE_BYTES, length // PAGE_BYTES)
+            )
         with self._buffer.view[:length] as view:
             task.memory.file.read_into(offset, view)
         while not self._stop.is_set():
@@ -99,7 +103,3 @@ class FaultServer:
                 break
             if outcome is Outcome.CHANGING:
                 self._stop.wait(CHANGING_PAUSE_S)
-        if self._recorder is not None:
-            self._recorder.add(
-                PageRun(task.memory.image, offset // PAGE_BYTES, length // PAGE_BYTES)
-            )

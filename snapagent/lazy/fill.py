@@ -104,7 +104,7 @@ def plan_parts(
                     f"{file.size_bytes} bytes to fill memory with",
                     next_step="the snapshot is damaged: verify the store, or use another one",
                 )
-            if any(space.runs(part.offset, end, PAGE_BYTES) for space in users):
+            if any(space.misses(part.offset, end) for space in users):
                 order = -1 if part.is_zeros else part.order
                 parts.append((order, Part(image, part.offset, part.length, part.is_zeros)))
     parts.sort()
@@ -118,20 +118,30 @@ def _hinted_first(
     ordered = [part for _, part in parts]
     by_place = sorted(part for part in ordered if not part.is_zeros)
     places = [(part.image, part.offset) for part in by_place]
-    first: dict[Part, None] = {}
+    # The next part at or behind each that was not taken yet: a hint may name all of them again
+    # and again, and comes from anybody.
+    following = list(range(len(by_place) + 1))
+    taken: set[Part] = set()
+    yield from (part for part in ordered if part.is_zeros)
     for image, first_page, count in hint:
         offset, end = first_page * PAGE_BYTES, (first_page + count) * PAGE_BYTES
-        at = max(0, bisect.bisect_right(places, (image, offset)) - 1)
+        at = _next_free(following, max(0, bisect.bisect_right(places, (image, offset)) - 1))
         while at < len(by_place) and places[at] < (image, end):
             part = by_place[at]
             if part.image == image and part.offset + part.length > offset:
-                first.setdefault(part)
-            at += 1
-        if len(first) == len(by_place):
-            break
-    yield from (part for part in ordered if part.is_zeros)
-    yield from first
-    yield from (part for part in ordered if not part.is_zeros and part not in first)
+                taken.add(part)
+                following[at] = at + 1
+                yield part
+            at = _next_free(following, at + 1)
+    yield from (part for part in ordered if not part.is_zeros and part not in taken)
+
+
+def _next_free(following: list[int], at: int) -> int:
+    while following[at] != at:
+        # Halves the way for who comes next.
+        following[at] = following[following[at]]
+        at = following[at]
+    return at
 
 
 def _pieces(part: Part, buffer_bytes: int) -> Iterator[Part]:

@@ -68,10 +68,14 @@ class IntervalSet:
             return None
         return self._starts[at], self._ends[at]
 
+    def overlaps(self, start: int, end: int) -> bool:
+        """Tell whether something of the set is between two numbers."""
+        return next(self.within(start, end), None) is not None
+
     def within(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Yield what of the set is between two numbers. It must not change meanwhile."""
         at = bisect.bisect_right(self._ends, start)
-        while at < len(self._starts) and self._starts[at] < end:
+        while start < end and at < len(self._starts) and self._starts[at] < end:
             yield max(start, self._starts[at]), min(end, self._ends[at])
             at += 1
 

@@ -91,7 +91,7 @@ class LiveTask:
     def misses(self, offset: int, end: int) -> bool:
         """Tell whether it misses anything of a part of the image."""
         with self._books:
-            return bool(self._space.runs(offset, end, PAGE_BYTES))
+            return self._space.misses(offset, end)
 
     def find(self, address: int) -> Run | None:
         """Return all that is missing in one piece around an address, if that is missing."""
@@ -198,7 +198,7 @@ class LiveTask:
                 self.dropped_bytes += PAGE_BYTES
             elif result.error == errno.EAGAIN and not result.done_bytes:
                 return _Filled(done, copied, is_changing=True)
-            elif result.error in (errno.ESRCH, errno.ENOSPC):
+            elif result.error in userfaultfd.GONE:
                 self._end()
                 return _Filled(run.length, copied, is_changing=False)
             elif result.error != errno.EAGAIN:
@@ -224,7 +224,7 @@ class LiveTask:
             return Outcome.DONE
         if result.error == errno.EAGAIN:
             return Outcome.CHANGING
-        if result.error in (errno.ESRCH, errno.ENOSPC):
+        if result.error in userfaultfd.GONE:
             self._end()
             return Outcome.DONE
         raise self._refused("put zeros at", address, result.error)
@@ -245,6 +245,13 @@ class LiveTask:
             f"cannot {what} {address:#x} of process {self.memory.pid}: {os.strerror(code)}",
             next_step="give the workload more memory" if code == errno.ENOMEM else "report this",
         )
+
+    def has_ended(self) -> bool:
+        """Find out whether the process has ended; it is gone then."""
+        with self._lock.shared():
+            if not self.is_gone and userfaultfd.has_ended(self.fd):
+                self._end()
+        return self.is_gone
 
     def close(self) -> None:
         """Close the descriptor. Idempotent.

@@ -11,6 +11,8 @@ import ctypes
 import enum
 import errno
 import fcntl
+import functools
+import mmap
 import os
 import platform
 import socket
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
+    "GONE",
     "CopyResult",
     "Event",
     "Feature",
@@ -26,14 +29,21 @@ __all__ = [
     "address_of",
     "copy_pages",
     "enable",
+    "has_ended",
     "open_userfaultfd",
     "read_messages",
     "receive",
     "register_missing",
-    "unregister",
     "wake",
     "zero_pages",
 ]
+
+PAGE_BYTES = 4096
+
+GONE = frozenset({errno.ESRCH, errno.ENOSPC})
+"""Errors that say that the process has ended."""
+
+_PROT_NONE = 0
 
 _SYSCALL_NUMBERS = {"x86_64": 323, "aarch64": 282}
 
@@ -42,7 +52,6 @@ _REGISTER_MODE_MISSING = 1
 
 _IOCTL_API = 0xC018AA3F
 _IOCTL_REGISTER = 0xC020AA00
-_IOCTL_UNREGISTER = 0x8010AA01
 _IOCTL_WAKE = 0x8010AA02
 _IOCTL_COPY = 0xC028AA03
 _IOCTL_ZEROPAGE = 0xC020AA04
@@ -104,8 +113,8 @@ class CopyResult(NamedTuple):
         done_bytes: How many bytes from the start on are now there.
         error: An `errno`, 0 if all is done. With EEXIST the page behind the done bytes is there
             already; with ENOENT no one mapping that the descriptor watches holds all of the
-            range; with EAGAIN an event waits to be read, or only a part was done; with ESRCH or
-            ENOSPC the process is gone.
+            range; with EAGAIN an event waits to be read, or only a part was done; with one
+            of `GONE` the process is.
     """
 
     done_bytes: int
@@ -187,12 +196,26 @@ def wake(fd: int, address: int, length: int) -> int:
     return _call(fd, _IOCTL_WAKE, bytearray(_RANGE.pack(address, length)))
 
 
-def unregister(fd: int, address: int, length: int) -> int:
-    """Stop watching a range, and wake who waits there; returns an `errno` or 0.
+def has_ended(fd: int) -> bool:
+    """Tell whether the process whose memory a descriptor watches is gone.
 
-    What is missing there reads as zeros from now on.
+    Nothing else tells: such a descriptor stays as it is when its process ends.
     """
-    return _call(fd, _IOCTL_UNREGISTER, bytearray(_RANGE.pack(address, length)))
+    # Were there something at that address, there still is nothing to copy from.
+    return copy_pages(fd, 1 << 20, _nothing(), PAGE_BYTES).error in GONE
+
+
+@functools.cache
+def _nothing() -> int:
+    """Return the address of a page that cannot be read; it is never given back."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address: int = libc.mmap(None, PAGE_BYTES, _PROT_NONE, flags, -1, 0)
+    if address == ctypes.c_size_t(-1).value:
+        raise OSError(ctypes.get_errno(), "cannot map a page")
+    return address
 
 
 def _call(fd: int, code: int, argument: bytearray) -> int:

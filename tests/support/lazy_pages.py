@@ -74,6 +74,7 @@ class DumpedImage:
     def __init__(self, path: Path, range_bytes: int = 8 << 20) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._range_bytes = range_bytes
+        self.before_read: Callable[[int, int, bool], None] = lambda *_: None
         self.size_bytes = os.fstat(self._fd).st_size
 
     def ranges(self, *, about_bytes: int) -> Sequence[Range]:
@@ -84,7 +85,7 @@ class DumpedImage:
         ]
 
     def read_into(self, offset: int, buffer: memoryview, *, streaming: bool = False) -> None:
-        del streaming
+        self.before_read(offset, buffer.nbytes, streaming)
         assert os.preadv(self._fd, [buffer], offset) == buffer.nbytes
 
     def close(self) -> None:
@@ -104,6 +105,28 @@ class Columns:
     def of(cls, rows: Sequence[tuple[int, int, int, int]]) -> Self:
         table = np.array(rows, dtype=np.uint64).reshape(-1, 4)
         return cls(*(table[:, number].copy() for number in range(4)))
+
+
+class Gate:
+    """Holds reads of the background up."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Semaphore(0)
+        self._open = threading.Event()
+
+    def __call__(self, offset: int, length: int, streaming: bool) -> None:  # noqa: FBT001
+        if streaming:
+            self.reached.release()
+            assert self._open.wait(WAIT_S)
+
+    def wait(self, readers: int = 2) -> None:
+        """Wait until so many threads want to read."""
+        for _ in range(readers):
+            assert self.reached.acquire(timeout=WAIT_S)
+
+    def open(self) -> None:
+        """Let all pass."""
+        self._open.set()
 
 
 class Peer:
@@ -183,6 +206,7 @@ class Stage:
         self.failed = threading.Event()
         self._stack = contextlib.ExitStack()
         self._stack.callback(shutil.rmtree, self.folder)
+        self._stack.callback(self.release)
 
     def hold(self, fd: int) -> None:
         self.held.append(os.dup(fd))
@@ -246,7 +270,6 @@ class Stage:
             process.stdin.write(b"go\n")
             process.stdin.close()
             connection, _ = listener.accept()
-        self._stack.callback(self.release)
         return daemon, Peer(connection, expected, self.folder, self._stack)
 
     def close(self) -> None:

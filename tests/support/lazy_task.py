@@ -108,6 +108,14 @@ class Task:
                 os._exit(0)
         return pid
 
+    def fork_briefly(self, count: int) -> None:
+        """Have children that end at once."""
+        for _ in range(count):
+            pid = os.fork()
+            if not pid:
+                os._exit(0)
+            os.waitpid(pid, 0)
+
     def reap(self, pid: int) -> int:
         return os.waitpid(pid, 0)[1]
 
