@@ -1,5 +1,6 @@
 """Supervisors with ordinary programs in the place of CRIU: whoever is killed, nothing is left."""
 
+import dataclasses
 import json
 import os
 import secrets
@@ -7,14 +8,15 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from snapagent.errors import AgentError, PreflightFailed, WorkloadLost
 from snapagent.linux import namespaces, processes
-from snapagent.supervision import Place, Supervisor
+from snapagent.linux.network import fresh_network
+from snapagent.supervision import Place, Supervisor, _spawn
 from tests.support.placeholder import placeholder_container
 from tests.support.supervised import (
     agent_role,
@@ -106,13 +108,8 @@ def test_kill_while_a_program_runs(place: Place, work: Path, mark: str) -> None:
     with Supervisor.start(place, work) as supervisor:
         problems: list[BaseException] = []
 
-        def run() -> None:
-            try:
-                supervisor.run(["/bin/bash", "-c", f"exec -a {mark} sleep 1000"])
-            except WorkloadLost as error:
-                problems.append(error)
-
-        thread = threading.Thread(target=run)
+        argv = ["/bin/bash", "-c", f"exec -a {mark} sleep 1000"]
+        thread = threading.Thread(target=collect, args=(problems, lambda: supervisor.run(argv)))
         thread.start()
         wait_for_tree(mark, 1)
         supervisor.kill("no more pages")
@@ -319,6 +316,79 @@ def test_capture_outlives_its_supervisor(work: Path, mark: str) -> None:
         wait_until(lambda: Path(f"{fifo}.done").exists(), "the end of the program")
 
 
+@pytest.mark.parametrize("victim", ["supervisor", "keeper"])
+def test_capture_is_told_before_criu_ends(victim: str, work: Path, mark: str) -> None:
+    """Goal: CRIU waits for the agent, which must learn that it has to let CRIU fail, not finish.
+
+    Method: a program that waits for a FIFO, which is only written by `on_death`.
+    """
+    fifo = work.with_name("fifo")
+    os.mkfifo(fifo)
+
+    def on_death(_: str) -> None:
+        fifo.write_text("fail\n")
+
+    argv = ["/bin/bash", "-c", f"read -r line < {fifo}; echo $line > {fifo}.done", mark]
+    with Supervisor.start(Place(), work, task="capture", on_death=on_death) as supervisor:
+        problems: list[BaseException] = []
+        thread = threading.Thread(target=collect, args=(problems, lambda: supervisor.run(argv)))
+        thread.start()
+        wait_for_tree(mark, 1)
+        victims = {"supervisor": supervisor.pid, "keeper": supervisor.keeper_pid}
+        os.kill(victims[victim], signal.SIGKILL)
+        thread.join()
+        assert isinstance(problems[0], WorkloadLost)
+        assert Path(f"{fifo}.done").read_text() == "fail\n"
+        assert not work.exists()
+
+
+def collect(problems: list[BaseException], call: Callable[[], object]) -> None:
+    """Call something in a thread and keep its error."""
+    try:
+        call()
+    except AgentError as error:
+        problems.append(error)
+
+
+@pytest.mark.parametrize("task", ["restore", "capture"])
+def test_agent_killed_while_the_place_is_prepared(task: str, place: Place, work: Path) -> None:
+    """Goal: the supervisor ends and cleans up when its agent goes before it is ready.
+
+    Method: send the first message and close the socket at once, or without any message.
+    """
+    if task == "capture" and place.pids == "fresh":
+        pytest.skip("a capture is not in fresh process ids")
+    values = start_message(place, work, task=task)
+    network = fresh_network(place.addresses) if place.network == "fresh" else None
+    fds = [] if network is None else [network]
+    for has_message in (False, True):
+        process, channel, trace = _spawn()
+        if has_message:
+            channel.send("start", values, fds)
+        channel.close()
+        assert process.wait(END_S_MAX) == 0
+        assert work.exists() is not has_message
+        trace.seek(0)
+        assert trace.read() == b""
+        trace.close()
+    for fd in fds:
+        os.close(fd)
+
+
+def start_message(place: Place, work: Path, *, task: str) -> dict[str, object]:
+    return {
+        "task": task,
+        "work": str(work),
+        "reasons": "",
+        "pids": [],
+        "fresh_pids": int(place.pids == "fresh"),
+        "join": place.join_pid or 0,
+        "network": int(place.network == "fresh"),
+        "names": [],
+        "paths": [],
+    }
+
+
 # -- places ---------------------------------------------------------------------------------------
 
 
@@ -347,6 +417,79 @@ def test_fresh_process_ids_leave_those_of_the_snapshot_free(work: Path) -> None:
     with Supervisor.start(Place(pids="fresh"), work, pids=[2, 3, 4, 1500]) as supervisor:
         supervisor.run(["/bin/sh", "-c", "echo $$"])
         assert int((work / "criu.out").read_text()) == 2001
+
+
+def test_joining_includes_control_groups(work: Path, tmp_path: Path, mark: str) -> None:
+    """Goal: what is restored into a container has its limits, and a capture is not on its account.
+
+    Method: a group of the first hierarchy that lets us make one, with the container's init in it.
+    """
+    group = make_group(f"snapagent-{mark}")
+    try:
+        with placeholder_container(tmp_path / "container") as container:
+            (group / "cgroup.procs").write_text(str(container.pid))
+            place = Place(join_pid=container.pid)
+            with Supervisor.start(place, work) as supervisor:
+                supervisor.run(stubborn_tree(mark))
+                members = (group / "cgroup.procs").read_text().split()
+                assert set(map(str, wait_for_tree(mark))) <= set(members)
+            with Supervisor.start(place, task="capture") as supervisor:
+                members = (group / "cgroup.procs").read_text().split()
+                assert str(supervisor.keeper_pid) not in members
+    finally:
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), "the group's being empty")
+        group.rmdir()
+
+
+def make_group(name: str) -> Path:
+    """Return a new control group that can hold processes."""
+    for hierarchy in ("pids", "unified", "."):
+        group = Path("/sys/fs/cgroup", hierarchy, name)
+        if (group.parent / "cgroup.procs").exists():
+            try:
+                group.mkdir()
+            except OSError:
+                continue
+            return group
+    pytest.skip("no control groups can be made here")
+
+
+def test_keeper_killed_in_a_container_with_ids_known(work: Path, tmp_path: Path, mark: str) -> None:
+    """Goal: the last resort finds orphans in a container by the ids that were to be restored."""
+    died = threading.Event()
+    with (
+        placeholder_container(tmp_path / "container") as container,
+        Supervisor.start(
+            Place(join_pid=container.pid),
+            work,
+            pids=range(2, 200),
+            on_death=lambda _: died.set(),
+        ) as supervisor,
+    ):
+        supervisor.run(stubborn_tree(mark))
+        wait_for_tree(mark)
+        others = set(processes.children(container.pid)) - set(marked(mark))
+        os.kill(supervisor.keeper_pid, signal.SIGKILL)
+        assert died.wait(END_S_MAX)
+        assert marked(mark) == []
+        assert {pid for pid in others if not has_ended(pid)()} == others - {supervisor.keeper_pid}
+
+
+def test_both_killed(place: Place, work: Path, mark: str) -> None:
+    """Goal: when supervisor and keeper are killed at once, the agent ends what they leave."""
+    died = threading.Event()
+    with Supervisor.start(place, work, pids=[], on_death=lambda _: died.set()) as supervisor:
+        supervisor.run(stubborn_tree(mark))
+        pids = wait_for_tree(mark)
+        known = {processes.inner_pid(pid) or 0 for pid in pids}
+        assert supervisor._strays is not None
+        supervisor._strays = dataclasses.replace(supervisor._strays, pids=known)
+        os.kill(supervisor.pid, signal.SIGSTOP)
+        os.kill(supervisor.keeper_pid, signal.SIGKILL)
+        os.kill(supervisor.pid, signal.SIGKILL)
+        assert died.wait(END_S_MAX)
+        assert marked(mark) == []
+        assert not work.exists()
 
 
 def test_places_that_cannot_be(work: Path) -> None:
