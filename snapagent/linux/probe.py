@@ -7,6 +7,7 @@ import errno
 import os
 import struct
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def in_network_of(pid: int, call: Callable[[], T]) -> T:
     Raises:
         OSError: The process is gone, or entering its namespace is not allowed.
     """
-    if os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat("/proc/thread-self/ns/net").st_ino:
+    here = Path("/proc/thread-self/ns/net").stat()
+    if Path(f"/proc/{pid}/ns/net").stat().st_ino == here.st_ino:
         # Entering even the namespace that one is in costs ten milliseconds.
         return call()
     results: list[T] = []

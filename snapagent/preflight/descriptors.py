@@ -23,8 +23,10 @@ __all__ = ["OpenThings"]
 # What follows `anon_inode:` of descriptors that CRIU captures.
 _ANON_KNOWN: Final = frozenset({"eventfd", "eventpoll", "signalfd", "timerfd", "pidfd", "bpf-map"})
 _ANON_NOTIFY: Final = frozenset({"inotify", "fanotify"})
-_PLAIN_DEVICES: Final = frozenset({(1, 3), (1, 5), (1, 7), (1, 8), (1, 9), (10, 200), (10, 235)})
-_TTY_MAJORS: Final = frozenset({4, 5, *range(136, 144), 204, 229})
+# Memory devices, from `/dev/null` to `/dev/kmsg`; terminals of all kinds; then tun and autofs.
+_PLAIN_MAJORS: Final = frozenset({1, 4, 5, 188, 204})
+_PLAIN_DEVICES: Final = frozenset({(10, 200), (10, 235)})
+_SLAVE_MAJORS: Final = range(136, 144)
 _PTMX: Final = (5, 2)
 _PLAIN_MAPPINGS: Final = ("/dev/zero", "/dev/shm/", "/dev/hugepages/")  # noqa: S108
 _SOCKET: Final = re.compile(r"socket:\[(\d+)\]")
@@ -139,15 +141,15 @@ class OpenThings:
 
     def _device(self, rdev: int, link: str, where: str) -> None:
         number = (os.major(rdev), os.minor(rdev))
-        if number in _PLAIN_DEVICES:
-            return
-        if number[0] in _TTY_MAJORS:
-            if number == _PTMX:
-                self._has_master = True
-            else:
-                self._terminals.setdefault(link, where)
-            return
-        if any(link.startswith(prefix) for prefix in self._conditions.devices):
+        if number == _PTMX:
+            self._has_master = True
+        elif number[0] in _SLAVE_MAJORS:
+            self._terminals.setdefault(link, where)
+        if (
+            number[0] in {*_PLAIN_MAJORS, *_SLAVE_MAJORS}
+            or number in _PLAIN_DEVICES
+            or link.startswith(self._conditions.devices)
+        ):
             return
         self._found.block("device", f"{where} is the device {link}", _device_remedy(link))
 
@@ -211,9 +213,7 @@ class OpenThings:
             self._found.block(
                 "uprobes", f"{task.title} is traced with uprobes", "end the tracing program"
             )
-        elif not path.startswith(_PLAIN_MAPPINGS) and not any(
-            path.startswith(prefix) for prefix in self._conditions.devices
-        ):
+        elif not path.startswith((*_PLAIN_MAPPINGS, *self._conditions.devices)):
             self._found.block("device", f"{where} is of the device {path}", _device_remedy(path))
 
     def _deleted_mapping(self, task: Task, bounds: str, path: str) -> None:

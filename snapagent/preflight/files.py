@@ -43,6 +43,10 @@ def check_files(found: Obstacles, images: Images, root: str) -> None:
     mapped: set[int] = set()
     for memory in images.memories.values():
         mapped |= memory.file_ids | {memory.exe_file_id}
+    # A file is often mapped and open at once, which makes two of it in the images.
+    mapped_names = {
+        file.name for file_id, file in images.files.regular.items() if file_id in mapped
+    }
     roots = {directory.root_id for directory in images.directories.values()}
     cwds = {directory.cwd_id for directory in images.directories.values()}
     handle = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -55,7 +59,7 @@ def check_files(found: Obstacles, images: Images, root: str) -> None:
             if file_id in roots | cwds:
                 kind = "root directory" if file_id in roots else "working directory"
             else:
-                kind = "mapped file" if file_id in mapped else "open file"
+                kind = "mapped file" if file.name in mapped_names else "open file"
             _check_file(found, handle, file, kind)
     finally:
         os.close(handle)
