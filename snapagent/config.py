@@ -37,6 +37,16 @@ class AgentConfig:
         """File that keeps what CRIU said of this machine."""
         return self.state_directory / "criu.json"
 
+    @property
+    def history_file(self) -> Path:
+        """The record of captures and restores."""
+        return self.state_directory / "history.jsonl"
+
+    @property
+    def reasons_directory(self) -> Path:
+        """What supervisors wrote whose agent was killed, until it is in the record."""
+        return self.state_directory / "reasons"
+
     @classmethod
     def from_environment(cls) -> Self:
         """Take what the environment says, else the usual places.

@@ -28,6 +28,7 @@ from snapagent.criu.image_streamer import RestoreStreamer
 from snapagent.errors import CriuFailed, WorkloadLost
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.stats import LazyStats, PageRun
+from snapagent.linux import processes
 from snapagent.preflight import RestoreConditions, check_images, require
 from snapagent.restore_images import StreamedImages, read_facts
 from snapagent.supervision import Place, Supervisor, criu_command
@@ -49,6 +50,8 @@ __all__ = ["Restoration", "RestoreRequest", "RestoreResult", "find_obstacles", "
 _HINT_TOPIC = "page-order"
 _HINT_BYTES_MAX = 16 << 20
 _TELL_S = 0.2
+_REAP_S_MAX = 5.0
+_REAP_POLL_S = 0.01
 _FILL_BUFFER_BYTES = 16 << 20
 
 
@@ -124,7 +127,24 @@ class Restoration:
             result = restoration.release()  # they are on their own
     """
 
-    def __init__(self, store: Store, request: RestoreRequest, config: AgentConfig) -> None:
+    def __init__(
+        self,
+        store: Store,
+        request: RestoreRequest,
+        config: AgentConfig,
+        *,
+        reason_file: Path | None = None,
+    ) -> None:
+        """Prepare; nothing is begun before `start`.
+
+        Args:
+            store: Where the snapshot is; must stay open.
+            request: What to restore.
+            config: Settings of the agent.
+            reason_file: Gets a line of JSON that says why the tree was ended, if this process is
+                killed before it releases it.
+        """
+        self._reason_file = reason_file
         self._store = store
         self._request = request
         self._config = config
@@ -154,6 +174,14 @@ class Restoration:
         finally:
             self._stack.close()
 
+    def run(self, progress: ProgressCallback | None = None) -> RestoreResult:
+        """Do all of it: start, record if that is asked for, wait until filled, release."""
+        self.start()
+        if self._request.record_s is not None:
+            self.record(self._request.record_s)
+        self.wait_filled(progress)
+        return self.release()
+
     def start(self) -> None:
         """Bring the tree to life. Returns when its processes run.
 
@@ -166,6 +194,8 @@ class Restoration:
         target = _look_up(self._store, request)
         self._snapshot, facts, place = target.snapshot, target.facts, target.place
         self._facts = facts
+        if place.pids == "here" and place.join_pid is None:
+            self._await_reaped()
         if not request.force:
             obstacles = _obstacles(target, config)
             require(obstacles, of=f"snapshot {self._snapshot.id.short}", done="restored")
@@ -176,6 +206,7 @@ class Restoration:
             work,
             directories={"criu": home},
             pids=facts.images.pids,
+            reason_file=self._reason_file,
             on_death=lambda reason: self._fail(WorkloadLost(f"the processes ended: {reason}")),
         )
         streamer = RestoreStreamer(work, StreamedImages(target.images, facts.eager), self._fail)
@@ -196,6 +227,19 @@ class Restoration:
         self._setup_s = self._elapsed_s()
         self._run_criu(argv, work)
         self._running_s = self._elapsed_s()
+
+    def _await_reaped(self) -> None:
+        """Wait a moment for processes that have ended but keep ids of the snapshot.
+
+        Whoever has just captured and stopped a tree restores it at once; where its parent is gone,
+        init needs a second to notice.
+        """
+        deadline_s = self._clock.monotonic_s() + _REAP_S_MAX
+        for pid in self._facts.images.pids:
+            while (state := processes.read_state(pid)) is not None and state.ended:
+                if self._clock.monotonic_s() > deadline_s:
+                    return  # Preflight tells who it is.
+                self._clock.sleep_s(_REAP_POLL_S)
 
     @property
     def _supervisor(self) -> Supervisor:
@@ -393,8 +437,4 @@ def restore(
         IntegrityError: Data are damaged.
     """
     with Restoration(store, request, config) as restoration:
-        restoration.start()
-        if request.record_s is not None:
-            restoration.record(request.record_s)
-        restoration.wait_filled(progress)
-        return restoration.release()
+        return restoration.run(progress)

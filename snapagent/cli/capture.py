@@ -54,8 +54,8 @@ def capture(
     with command(json=json, quiet=quiet) as console:
         import snapstore
         from snapagent.capture import CaptureRequest
-        from snapagent.capture import capture as capture_tree
         from snapagent.config import AgentConfig
+        from snapagent.recorded import recorded_capture
 
         options = snapstore.StoreOptions(memory_bytes=parse_bytes(memory), threads=threads)
         request = CaptureRequest(
@@ -70,7 +70,7 @@ def capture(
             snapstore.open_store(store_url(store), options) as opened,
             console.progress() as progress,
         ):
-            result = capture_tree(opened, request, config, progress)
+            result = recorded_capture(opened, request, config, progress, warn=console.warn)
         for warning in result.pushed.warnings:
             console.warn(warning)
         console.result(result.document(), _text(result))

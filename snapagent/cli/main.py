@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from snapagent.cli.capture import capture
+from snapagent.cli.history import history
 from snapagent.cli.preflight import preflight
 from snapagent.cli.restore import restore
 from snapagent.cli.serve_pages import serve_pages
@@ -30,7 +31,7 @@ app = typer.Typer(
     "5 store unreachable or access denied, 6 conflict or lease lost, 7 refused by preflight, "
     "8 no space, 130 interrupted.",
 )
-for _command in (capture, restore, serve_pages, preflight):
+for _command in (capture, restore, serve_pages, preflight, history):
     app.command()(_command)
 
 

@@ -63,8 +63,8 @@ def restore(
     with command(json=json, quiet=quiet) as console:
         import snapstore
         from snapagent.config import AgentConfig
+        from snapagent.recorded import recorded_restore
         from snapagent.restore import RestoreRequest
-        from snapagent.restore import restore as restore_tree
 
         options = snapstore.StoreOptions(
             memory_bytes=parse_bytes(memory),
@@ -84,7 +84,7 @@ def restore(
             snapstore.open_store(store_url(store), options) as opened,
             console.progress() as progress,
         ):
-            result = restore_tree(opened, request, config, progress)
+            result = recorded_restore(opened, request, config, progress, warn=console.warn)
         console.result(result.document(), _text(result))
 
 
