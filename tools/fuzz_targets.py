@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from snapagent.criu import protocol
 from snapstore import compression
 from snapstore.errors import SnapError
 from snapstore.format import (
@@ -393,6 +394,16 @@ TARGETS: dict[str, Target] = {
                 _message((1, 0x90000), (2, 8), (4, 2)),
             ),
         ),
+    ),
+    "page-header": Target(
+        run=lambda data: protocol.decode_header(data[: protocol.HEADER_BYTES].ljust(32, b"\0")),
+        seeds=tuple(
+            protocol.encode_header(protocol.PageHeader(command, 4, 256, 0x7F0000001000, 1025))
+            for command in protocol.Command
+        ),
+    ),
+    "image-request": Target(
+        run=protocol.decode_request, seeds=(protocol.encode_request("core-1.img")[4:],)
     ),
     "criu-log": Target(
         run=criu_images.parse_dump_log,

@@ -11,7 +11,6 @@ made durable leaves its source running.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -34,11 +33,17 @@ here=${0%/*}
 [ -p "$here/hook-request" ] && [ -p "$here/hook-answer" ] || exit 1
 # Opening both ways never blocks; a reader alone then sees when the agent is gone.
 exec 3<>"$here/hook-request" 4<>"$here/hook-answer" 5<"$here/hook-answer" 4>&-
-printf '%s\\n' "$CRTOOLS_SCRIPT_ACTION" >&3
-read -r answer <&5 || exit 1
-[ "$answer" = ok ]
+printf '%s %s\\n' $$ "$CRTOOLS_SCRIPT_ACTION" >&3
+# What was meant for a script that did not live to read it is skipped.
+while read -r asker answer <&5; do
+    [ "$asker" = $$ ] || continue
+    [ "$answer" = ok ]
+    exit
+done
+exit 1
 """
 
+_REQUEST = re.compile(rb"([0-9]{1,10}) (.*)")
 _ACTION = re.compile(rb"[a-z][a-z-]{0,31}")
 _REQUEST_BYTES_MAX = 4096
 
@@ -137,23 +142,29 @@ class ScriptHooks:
         try:
             while self._wake_up.wait_for(requests, select.POLLIN):
                 for line in os.read(requests, _REQUEST_BYTES_MAX).splitlines():
-                    # What a script that was killed has not read is not for the next one.
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(answers, _REQUEST_BYTES_MAX)
-                    os.write(answers, b"ok\n" if self._may_go_on(line) else b"no\n")
+                    self._answer(line, answers)
         except BaseException as error:  # noqa: BLE001 - kept, and reported to the owner
             self._first_error.report(error)
         finally:
             # Nobody answers any more: a script that waits sees that.
             self._close_fds()
 
-    def _may_go_on(self, line: bytes) -> bool:
-        if not _ACTION.fullmatch(line):
-            self._first_error.report(ProtocolError(f"hook: {line[:64]!r} is no action of CRIU"))
+    def _answer(self, line: bytes, answers: int) -> None:
+        """Answer one request: the process that asks, and CRIU's action."""
+        request = _REQUEST.fullmatch(line)
+        if request is None:
+            self._first_error.report(ProtocolError(f"hook: {line[:64]!r} is no request of ours"))
+            return
+        asker, action = request.groups()
+        os.write(answers, asker + (b" ok\n" if self._may_go_on(action) else b" no\n"))
+
+    def _may_go_on(self, action: bytes) -> bool:
+        if not _ACTION.fullmatch(action):
+            self._first_error.report(ProtocolError(f"hook: {action[:64]!r} is no action of CRIU"))
             return False
         try:
-            action = self._on_action.get(line.decode("ascii"))
-            return action is None or action()
+            ask = self._on_action.get(action.decode("ascii"))
+            return ask is None or ask()
         except BaseException as error:  # noqa: BLE001 - kept, and reported to the owner
             self._first_error.report(error)
             return False

@@ -210,8 +210,12 @@ class _Streamer(ABC):
         )
         # Those that are done need not be waited for; a large tree has a hundred thousand.
         self._image_threads = [other for other in self._image_threads if other.is_alive()]
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._failed_pipes.append(pipe)
+            raise AgentError(f"{name}: no thread for it could be started: {error}") from error
         self._image_threads.append(thread)
-        thread.start()
 
     def _work(self, pipe: ImagePipe, work: Callable[[ImagePipe], None]) -> None:
         try:
@@ -279,12 +283,12 @@ class CaptureStreamer(_Streamer):
 
         Raises:
             Exception: The first error of any of the threads.
-            AgentError: CRIU has not connected at all, and `close` was called.
+            AgentError: `close` was called.
         """
         self._connected.wait()
-        if self._connection is None:
+        if self._connection is None or self._wake_up.called:
             self._first_error.raise_any()
-            raise AgentError("image streamer: closed before CRIU connected")
+            raise AgentError("image streamer: closed before CRIU had written all images")
         try:
             self._take_ready()
         except BaseException as error:

@@ -134,15 +134,13 @@ class PageServer:
     def _accept_all(self) -> None:
         # The wait, not `accept`, blocks: a client may be gone again before it is accepted.
         self._listener.settimeout(0)
-        while self._wake_up.wait_for(self._listener.fileno(), select.POLLIN):
-            try:
-                connection, address = self._listener.accept()
-            except (BlockingIOError, ConnectionError):
-                continue
-            except OSError as error:
-                self._report(AgentError(f"the page server stopped to accept clients: {error}"))
-                return
-            self._begin(connection, f"{address[0]}:{address[1]}" if address else "a client")
+        try:
+            while self._wake_up.wait_for(self._listener.fileno(), select.POLLIN):
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    connection, address = self._listener.accept()
+                    self._begin(connection, f"{address[0]}:{address[1]}" if address else "a client")
+        except BaseException as error:  # noqa: BLE001 - kept, and reported to the owner
+            self._report(AgentError(f"the page server takes no more clients: {error}"))
 
     def _begin(self, connection: socket.socket, client: str) -> None:
         """Serve a client on a thread of its own."""
@@ -150,15 +148,15 @@ class PageServer:
         thread = threading.Thread(
             target=self._serve, args=(connection, client), name=f"pages for {client}", daemon=True
         )
+        # In the lock, so that a thread that ends at once finds itself among the clients.
         with self._lock:
             is_full = len(self._clients) >= self._clients_max
             if not is_full:
+                thread.start()
                 self._clients[thread] = connection
         if is_full:
             connection.close()
             self._report(AgentError(f"{client}: refused, {self._clients_max} clients are served"))
-            return
-        thread.start()
 
     def _serve(self, connection: socket.socket, client: str) -> None:
         try:

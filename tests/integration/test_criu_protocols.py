@@ -353,8 +353,13 @@ def test_source_lives_when_its_pages_cannot_be_stored(
     work, images = folders(work_dir, "w", "images")
     ours, theirs = page_sockets()
     log = work / "log"
-    with ours, theirs, ThreadPoolExecutor(1) as thread:
-        received = thread.submit(PageReceiver(ours, FullDisk(images)).run)
+    with (
+        ours,
+        theirs,
+        ThreadPoolExecutor(1) as thread,
+        contextlib.closing(FullDisk(images)) as sink,
+    ):
+        received = thread.submit(PageReceiver(ours, sink).run)
         arguments = ["dump", "--tree", str(live_process.pid), "--images-dir", str(images)]
         arguments += ["--page-server", "--ps-socket", str(theirs.fileno())]
         with (

@@ -75,6 +75,12 @@ class DirectoryPages:
         pagemap = build_pagemap(image.pages_id, self._entries)
         (self.directory / image.pagemap_name).write_bytes(pagemap)
 
+    def close(self) -> None:
+        """Give up an image that was not ended."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
 
 class DirectoryImages:
     """An image sink and an image source over a directory."""

@@ -66,6 +66,16 @@ def test_actions_that_criu_does_not_have(tmp_path: Path) -> None:
         raise errors[0]
 
 
+def test_requests_of_others(tmp_path: Path) -> None:
+    with ScriptHooks(tmp_path, {}) as hooks:
+        with (tmp_path / "hook-request").open("wb") as request:
+            request.write(b"post-dump\n" + b"x" * 3000 + b"\n")
+        until(lambda: hooks.error is not None)
+        with pytest.raises(ProtocolError, match="'post-dump' is no request"):
+            raise hooks.error or AssertionError
+        assert run(hooks, "post-dump") == 0
+
+
 def test_answer_that_nobody_read_is_not_for_the_next(tmp_path: Path) -> None:
     """Goal: a script that was killed while it waited leaves no answer behind for another.
 

@@ -337,8 +337,10 @@ def test_closed_before_anybody_came(place: Path) -> None:
     streamer.close()
     with CaptureStreamer(place, MemoryImages()) as streamer:
         settling = on_thread(streamer.settle)
-    with pytest.raises(AgentError, match="before CRIU connected"):
+    with pytest.raises(AgentError, match="closed before CRIU"):
         settling.result(SECONDS_MAX)
+    with pytest.raises(AgentError, match="closed before CRIU"):
+        streamer.settle()
     assert list(place.iterdir()) == []
     streamer.close()
 
