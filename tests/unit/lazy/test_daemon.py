@@ -1,6 +1,7 @@
 """The daemon with real userfaultfds of a real process that stands for a restored one."""
 
 import hashlib
+import random
 import socket
 import struct
 import threading
@@ -18,6 +19,7 @@ from tests.support.lazy_pages import (
     WAIT_S,
     Columns,
     Gate,
+    Peer,
     Range,
     Stage,
     random_image,
@@ -263,6 +265,63 @@ def test_forks_while_memory_is_filled(stage: Stage) -> None:
         family[-1].pages[number * 400 : number * 400 + 3] = [ZERO] * 3
     filled(daemon, stage)
     for each in family:
+        each.check()
+
+
+class Life:
+    """Does at random to the memory of a family what programs do, and knows what must be there."""
+
+    def __init__(self, peer: Peer, rng: random.Random) -> None:
+        self.family = [peer]
+        self._rng = rng
+        # Of mappings that any of them has: what crosses one cannot be moved at once.
+        self._borders: set[int] = set()
+
+    def step(self) -> None:
+        peer = self._rng.choice(self.family)
+        page, to = (self._rng.randrange(len(peer.pages) - 80) for _ in range(2))
+        count = self._rng.randrange(1, 80)
+        match self._rng.choice(["check", "discard", "write", "move", "move", "unmap", "fork"]):
+            case "check":
+                peer.check(page, count)
+            case "discard":
+                peer.ask("discard", page, count)
+                peer.pages[page : page + count] = [ZERO] * count
+            case "write":
+                peer.ask("write", page, "mine")
+                peer.pages[page] = b"mine" + peer.pages[page][4:]
+            case "move" if abs(page - to) >= count and self._is_whole(page, count):
+                self._borders |= {page, page + count, to, to + count}
+                peer.pages[to : to + count] = peer.pages[page : page + count]
+                peer.pages[page : page + count] = [ZERO] * count
+                peer.ask("move", page, count, to)
+                peer.ask("map", page, count)
+            case "unmap":
+                self._borders |= {page, page + count}
+                peer.ask("unmap", page, count)
+                peer.ask("map", page, count)
+                peer.pages[page : page + count] = [ZERO] * count
+            case "fork" if len(self.family) < 4:
+                self.family.append(peer.fork())
+            case _:
+                pass
+
+    def _is_whole(self, page: int, count: int) -> bool:
+        return not any(page < border < page + count for border in self._borders)
+
+
+def test_random_lives_while_memory_is_filled(stage: Stage, rng: random.Random) -> None:
+    """Whatever happens at whatever moment, everybody has exactly their own memory in the end."""
+    image = random_image(8000)
+    rows = [(7, 3000, 6, 0), (3100, 2000, 6, 3500), (5100, 2000, 6, 6000)]
+    daemon, peer = stage.start(image, rows, 7300, buffer_bytes=6 * PAGE, threads=3)
+    life = Life(peer, rng)
+    steps = 0
+    while not daemon.wait_filled(0) and steps < 400:
+        life.step()
+        steps += 1
+    filled(daemon, stage)
+    for each in life.family:
         each.check()
 
 
