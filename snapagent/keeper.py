@@ -24,7 +24,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from snapagent.linux import namespaces, processes
+from snapagent.linux import cgroups, namespaces, processes
 from snapagent.linux.packets import BadPacketError, Channel, Packet
 
 if TYPE_CHECKING:
@@ -92,9 +92,9 @@ class _Keeper:
         try:
             self._go()
         except OSError as error:
-            self._channel.send("failed", {"message": str(error)})
+            self._tell("failed", {"message": str(error)})
             return 1
-        self._channel.send("ready", {})
+        self._tell("ready", {})
         if self._serve(wake):
             self._stay(wake)
         else:
@@ -108,6 +108,9 @@ class _Keeper:
         os.chdir("/")
         order = self._order
         if order.target is not None:
+            if not order.capture:
+                # What is restored is the container's; what a capture takes is not on its account.
+                cgroups.join(order.target.group_files)
             processes.forbid_inspection()
             namespaces.enter(order.target)
             order.target.close()
@@ -161,9 +164,12 @@ class _Keeper:
                 self._tell_ran(os.waitstatus_to_exitcode(status), "")
 
     def _tell_ran(self, status: int, message: str) -> None:
+        self._tell("ran", {"status": status, "message": message})
+
+    def _tell(self, kind: str, values: dict[str, object]) -> None:
         # Should the supervisor be gone, its closed end is what is seen next.
         with contextlib.suppress(OSError):
-            self._channel.send("ran", {"status": status, "message": message})
+            self._channel.send(kind, values)
 
     def _run(self, packet: Packet) -> None:
         """Start a program, with the packet's fds and the directories as fds of its own."""
@@ -255,8 +261,7 @@ class _Keeper:
             for fd in range(3):
                 os.dup2(nothing.fileno(), fd)
         processes.close_all_but([self._channel.fileno()])
-        with contextlib.suppress(OSError):
-            self._channel.send("released", {})
+        self._tell("released", {})
         self._channel.close()
         if not self._order.fresh_pids:
             return

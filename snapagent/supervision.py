@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,7 +52,10 @@ class Place:
     pids: Literal["here", "fresh"] = "here"
     """`fresh`: a namespace of process ids, where every id is free, with its own mounts, `/proc`."""
     join_pid: int | None = None
-    """Enter all namespaces and the root directory of this process, for instance a container's."""
+    """Enter all namespaces and the root directory of this process, for instance a container's.
+
+    What is restored is in its control groups as well, unless CRIU is told to manage them.
+    """
 
     def __post_init__(self) -> None:
         fresh = "fresh" in (self.network, self.pids)
@@ -105,7 +109,7 @@ class _State:
     left: list[int] = field(default_factory=list)
     """Processes that could not be ended in time."""
     told: bool = False
-    """Whether the end is one that was asked for."""
+    """Whether nobody needs to be told of the end: it was asked for, or told already."""
 
 
 class Supervisor:
@@ -128,6 +132,7 @@ class Supervisor:
         self._keeper_fd = -1
         self._strays: processes.Strays | None = None
         self._task: Task = "restore"
+        self._work: Path | None = None
         self._killing = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="supervision", daemon=True)
         self.keeper_pid = 0
@@ -157,11 +162,11 @@ class Supervisor:
                 when the supervisor and its keeper were killed.
             reason_file: gets a line of JSON (`ended`, `time_ns`) if it ends without the agent.
             on_death: called from another thread, once, with the reason, when the supervisor or the
-                keeper ended without having been told to. Everything is dead by then.
+                keeper ended without having been told to. In a restore everything is dead by then.
+                In a capture CRIU may still run: let its sockets and scripts fail.
 
         Raises:
-            AgentError: the place cannot be had. Nothing is left, except the work directory if not
-                even the process could be started.
+            AgentError: the place cannot be had. Nothing is left, except perhaps the work directory.
         """
         if task == "capture" and place.pids == "fresh":
             raise PreflightFailed("what is to be captured is not in fresh process ids")
@@ -182,13 +187,13 @@ class Supervisor:
         with contextlib.ExitStack() as fds:
             sent = []
             for path in named.values():
-                sent.append(os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+                sent.append(_open_directory(path))
                 fds.callback(os.close, sent[-1])
             if place.network == "fresh":
                 sent.append(fresh_network(place.addresses))
                 fds.callback(os.close, sent[-1])
             supervisor = cls(*_spawn())
-            supervisor._task = task
+            supervisor._task, supervisor._work = task, work_directory
             supervisor._begin(values, sent, on_death)
         return supervisor
 
@@ -371,33 +376,45 @@ class Supervisor:
 
     def _watch(self) -> None:
         """Take in what the supervisor tells, until it ends; then see to it that all has ended."""
-        reason = None
-        while True:
-            try:
-                packet = self._channel.receive()
-            except (BadPacketError, OSError) as error:
-                reason = f"the supervisor broke the protocol: {error}"
-                break
-            if packet is None:
-                break
-            if packet.kind == "ended":
-                reason = packet.text("reason")
-            self._take_in(packet)
+        reason = self._listen()
         self._channel.shut_down()
         if not self._wait_for_process(KILL_S_MAX):
             self._process.kill()
             self._wait_for_process(LAST_RESORT_S)
-        if self._state.released:
-            self._tidy()
-            return
-        if reason is None:
-            reason = f"the supervisor was killed: {self._last_words()}"
-        left = self._end_the_rest()
-        with self._changed:
-            self._state.ended, self._state.left = reason, left
-            told = self._state.told
-            self._changed.notify_all()
+        if not self._state.released:
+            left = []
+            if reason is None:
+                reason = f"the supervisor was killed: {self._last_words()}"
+                if self._task == "capture":
+                    # Before the wait for CRIU, which may itself wait for what the agent does now.
+                    self._tell_death(reason)
+                left = self._end_the_rest()
+            with self._changed:
+                self._state.ended, self._state.left = reason, left
+                self._changed.notify_all()
+            self._tell_death(reason)
         self._tidy()
+
+    def _listen(self) -> str | None:
+        """Take in messages until the supervisor's end; return why it ended, if it said so."""
+        reason = None
+        while True:
+            try:
+                packet = self._channel.receive()
+            except (BadPacketError, OSError):
+                return None
+            if packet is None:
+                return reason
+            if packet.kind == "ended":
+                reason = packet.text("reason")
+            elif packet.kind == "lost":
+                self._tell_death(packet.text("reason"))
+            self._take_in(packet)
+
+    def _tell_death(self, reason: str) -> None:
+        """Call `on_death`, once, unless the end was asked for."""
+        with self._changed:
+            told, self._state.told = self._state.told, True
         if self._on_death is not None and not told:
             self._on_death(reason)
 
@@ -415,16 +432,23 @@ class Supervisor:
             self._changed.notify_all()
 
     def _end_the_rest(self) -> list[int]:
-        """After the supervisor's end: wait for the keeper's, and look for what both have left."""
-        if self._task == "capture":
-            return []
+        """Do what the supervisor would have done and the keeper has not; return what is left.
+
+        In a capture it only waits.
+        """
         left = []
-        if processes.wait_for_ends([self._keeper_fd], LAST_RESORT_S):
-            left = processes.kill_descendants(self.keeper_pid, LAST_RESORT_S)
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._keeper_fd, signal.SIGKILL)
-        if self._strays is not None:
-            left += processes.kill_strays(self._strays, LAST_RESORT_S)
+        if self._task == "capture":
+            if processes.wait_for_ends([self._keeper_fd], KILL_S_MAX):
+                left.append(self.keeper_pid)
+        else:
+            if processes.wait_for_ends([self._keeper_fd], LAST_RESORT_S):
+                left += processes.kill_descendants(self.keeper_pid, LAST_RESORT_S)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._keeper_fd, signal.SIGKILL)
+            if self._strays is not None:
+                left += processes.kill_strays(self._strays, LAST_RESORT_S)
+        if self._work is not None:
+            shutil.rmtree(self._work, ignore_errors=True)
         return left
 
     def _wait_for_process(self, seconds: float) -> bool:
@@ -457,6 +481,13 @@ class Supervisor:
     ) -> None:
         """Kill what was not released."""
         self.kill("it was not released" if error is None else f"the agent failed: {error}")
+
+
+def _open_directory(path: Path) -> int:
+    try:
+        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise AgentError(f"cannot use the directory {path}: {error.strerror}") from error
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], Channel, IO[bytes]]:

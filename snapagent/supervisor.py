@@ -14,7 +14,9 @@ and never reads as zeros, whatever becomes of the agent. It ends
   everything below it, waits until all of that has ended, *then* closes the userfaultfds, removes
   the work directory, and where the agent is gone writes why;
 - when told to `release`: it closes the userfaultfds and goes, and the processes live on;
-- in a capture it never kills: the processes are not below it, and CRIU is waited for.
+- in a capture it never kills: the processes are not below it, and CRIU is waited for. CRIU killed
+  in the middle of a dump would leave its foreign code in them, or leave them stopped; CRIU whose
+  sockets the agent has closed, or whose agent is dead, puts them right and fails.
 
 What if one of them is killed (SIGKILL)?
 
@@ -221,11 +223,16 @@ class _Supervisor:
     def _end_everything(self) -> list[int]:
         """End all that is below; return what is still alive after a time, and then wait for that.
 
-        A capture has nothing below but CRIU, which has ended; its keeper ends by itself.
+        A capture has nothing below but CRIU, which is waited for as long as it takes. If the keeper
+        was killed CRIU is a child of this process, or of the init in a container, where nobody can
+        wait for it.
         """
         if self._capture:
+            self._tell("lost", {"reason": self._ending or ""})
             self._keeper.close()
-            processes.wait_for_ends([self._keeper_fd], KILL_S)
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-1, 0)
             return []
         left = self._kill(KILL_S)
         if left:

@@ -13,6 +13,8 @@ import signal
 from dataclasses import dataclass
 from typing import Final
 
+from snapagent.linux.cgroups import files_to_join
+
 __all__ = [
     "CGROUP",
     "IPC",
@@ -117,6 +119,8 @@ class Target:
 
     pidfd: int
     root_fd: int
+    group_files: list[str]
+    """See `cgroups.files_to_join`."""
 
     def close(self) -> None:
         """Let go of the process."""
@@ -145,12 +149,13 @@ def open_target(pid: int) -> Target:
     pidfd = os.pidfd_open(pid)
     try:
         _check_user(pid)
+        group_files = files_to_join(pid)
         root_fd = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except BaseException:
         os.close(pidfd)
         raise
     # Had the process ended before, `/proc/PID` could have been that of another one.
-    target = Target(pidfd, root_fd)
+    target = Target(pidfd, root_fd, group_files)
     try:
         _check_lives(pidfd)
     except OSError:

@@ -300,7 +300,7 @@ class Strays:
     namespace: str
     """That namespace; see `namespace_id`."""
     since_ticks: int
-    """They started then or later; see `ProcessState`."""
+    """They started later than this; see `ProcessState`."""
 
 
 def kill_strays(strays: Strays, timeout_s: float) -> list[int]:
@@ -332,7 +332,7 @@ def kill_strays(strays: Strays, timeout_s: float) -> list[int]:
 
 def _is_stray(pid: int, strays: Strays, parents: Collection[int]) -> bool:
     state = read_state(pid)
-    if state is None or state.ended or state.started_ticks < strays.since_ticks:
+    if state is None or state.ended or state.started_ticks <= strays.since_ticks:
         return False
     if inner_pid(pid) not in strays.pids or namespace_id(pid, "pid") != strays.namespace:
         return False
