@@ -12,7 +12,7 @@ import pytest
 from snapagent.errors import AgentError, ProtocolError
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.memory import TaskMemory
-from snapagent.lazy.stats import PageRun
+from snapstore import FileRange, PageRun
 from tests.support.lazy_pages import (
     ADDRESS,
     PAGE,
@@ -20,7 +20,6 @@ from tests.support.lazy_pages import (
     Columns,
     Gate,
     Peer,
-    Range,
     Stage,
     random_image,
     whole_map,
@@ -117,9 +116,9 @@ def test_fills_in_the_order_of_the_hint(stage: Stage) -> None:
 def test_zeros_are_not_read(stage: Stage) -> None:
     """Parts that are known to be zeros cost nothing, and read as zeros before and after."""
     ranges = [
-        Range(0, 64 * PAGE, is_zeros=False, order=1),
-        Range(64 * PAGE, 400 * PAGE, is_zeros=True, order=-1),
-        Range(464 * PAGE, 136 * PAGE, is_zeros=False, order=0),
+        FileRange(0, 64 * PAGE, is_zeros=False, order=1),
+        FileRange(64 * PAGE, 400 * PAGE, is_zeros=True, order=-1),
+        FileRange(464 * PAGE, 136 * PAGE, is_zeros=False, order=0),
     ]
     image = random_image(PAGES, ranges=ranges)
     image.data = image.data[: 64 * PAGE] + bytes(400 * PAGE) + image.data[464 * PAGE :]
@@ -136,7 +135,7 @@ def test_zeros_are_not_read(stage: Stage) -> None:
 
 
 def test_ranges_that_leave_something_out_do_not_matter(stage: Stage) -> None:
-    ranges = [Range(64 * PAGE, 100 * PAGE, is_zeros=False, order=1)]
+    ranges = [FileRange(64 * PAGE, 100 * PAGE, is_zeros=False, order=1)]
     daemon, peer = stage.start(random_image(PAGES, ranges=ranges), whole_map(PAGES), PAGES)
     filled(daemon, stage)
     peer.check()
