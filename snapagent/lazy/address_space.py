@@ -59,7 +59,7 @@ class _Segments:
         return cls(starts, ends, offsets, by_offset, offsets[by_offset])
 
     def split(self, borders: Numbers) -> _Segments:
-        """Cut rows that contain a border in two."""
+        """Cut rows that contain a border in two; borders must differ."""
         rows = np.searchsorted(self.starts, borders, side="right") - 1
         is_inner = rows >= 0
         is_inner[is_inner] = (borders[is_inner] > self.starts[rows[is_inner]]) & (
@@ -67,7 +67,7 @@ class _Segments:
         )
         if not is_inner.any():
             return self
-        starts = np.union1d(self.starts, borders[is_inner])
+        starts = np.sort(np.concatenate((self.starts, borders[is_inner])))
         rows = np.searchsorted(self.starts, starts, side="right") - 1
         next_starts = np.append(starts[1:], np.iinfo(np.int64).max)
         return _Segments.of(
@@ -178,17 +178,29 @@ class AddressSpace:
             stop = min(high, base + end - start)
             yield Run(start + begin - base, begin, stop - begin)
 
-    def gap_end(self, address: int, limit: int) -> int:
-        """Return up to where, from one address to another, nothing is missing."""
+    def gap(self, address: int, low: int, high: int) -> tuple[int, int]:
+        """Return the widest range around a page that is not missing in which nothing is.
+
+        Args:
+            address: The page.
+            low: Where the range begins at the earliest.
+            high: Where it ends at the latest.
+        """
+        before = max((end for _, end in self._missing_addresses(low, address)), default=low)
+        behind = min((start for start, _ in self._missing_addresses(address, high)), default=high)
+        return before, behind
+
+    def _missing_addresses(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Yield what is missing between two addresses that are not far apart."""
         segments = self._segments
-        row = int(np.searchsorted(segments.ends, address, side="right"))
-        while row < len(segments.starts) and segments.starts[row] < limit:
-            start, base = int(segments.starts[row]), int(segments.offsets[row])
-            low, high = max(start, address), min(int(segments.ends[row]), limit)
-            for offset, _ in self._missing.within(base + low - start, base + high - start):
-                return start + offset - base
+        row = int(np.searchsorted(segments.ends, low, side="right"))
+        while row < len(segments.starts) and segments.starts[row] < high:
+            start, end = int(segments.starts[row]), int(segments.ends[row])
+            shift = start - int(segments.offsets[row])
+            begin, stop = max(start, low) - shift, min(end, high) - shift
+            for first, last in self._missing.within(begin, stop):
+                yield first + shift, last + shift
             row += 1
-        return limit
 
     def missing_spans(self) -> list[tuple[int, int]]:
         """Return the parts of the image that are missing, in order."""

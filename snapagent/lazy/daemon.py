@@ -39,7 +39,8 @@ __all__ = ["LazyPages"]
 FAULT_THREADS = 4
 """They mostly wait for the store; more of them do not make one fault faster."""
 
-RECORDED_RUNS_MAX = 1 << 16
+RECORDED_RUNS_MAX = 1 << 17
+"""Of 64 KiB: what a process touches later than 8 GB is no start any more."""
 
 
 class LazyPages:

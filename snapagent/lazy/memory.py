@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from snapagent.lazy.address_space import Numbers
+    from snapstore import FileRange
 
-__all__ = ["PAGE_BYTES", "FileRange", "PagemapColumns", "PagesFile", "TaskMemory", "missing_memory"]
+__all__ = ["PAGE_BYTES", "PagemapColumns", "PagesFile", "TaskMemory", "missing_memory"]
 
 PAGE_BYTES = 4096
 
@@ -26,30 +27,6 @@ _FLAG_PRESENT = 4
 
 _ADDRESS_END = 1 << 57
 """Behind every address that a process can have, with five levels of page tables."""
-
-
-class FileRange(Protocol):
-    """A part of a file that is best read as one; `snapstore.FileRange`."""
-
-    @property
-    def offset(self) -> int:
-        """Where it begins, a multiple of the page size."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Bytes."""
-        ...
-
-    @property
-    def is_zeros(self) -> bool:
-        """Whether all of it is known to be zeros."""
-        ...
-
-    @property
-    def order(self) -> int:
-        """Where in the store it begins: reading in this order reads forward."""
-        ...
 
 
 class PagesFile(Protocol):

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
+from snapstore import PageRun
 from snapstore.clock import SystemClock
 
 __all__ = ["LazyStats", "PageRun", "Recorder", "Tally"]
-
-
-class PageRun(NamedTuple):
-    """Pages of one image that were touched one after the other; `snapstore.PageRun`."""
-
-    path: str
-    first_page: int
-    page_count: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,14 +87,21 @@ class Recorder:
         self._runs_max = runs_max
         self._lock = threading.Lock()
         self._runs: list[PageRun] = []
+        self._begun: set[tuple[str, int]] = set()
 
     def add(self, run: PageRun) -> None:
-        """Append pages; those that go on where the last ones ended join them."""
+        """Append pages; those that go on where the last ones ended join them.
+
+        Pages that two threads wait for at once come twice and are kept once.
+        """
         with self._lock:
+            if run[:2] in self._begun or len(self._begun) == self._runs_max:
+                return
+            self._begun.add(run[:2])
             last = self._runs[-1] if self._runs else None
             if last and (last.path, last.first_page + last.page_count) == run[:2]:
                 self._runs[-1] = last._replace(page_count=last.page_count + run.page_count)
-            elif len(self._runs) < self._runs_max:
+            else:
                 self._runs.append(run)
 
     def read(self) -> list[PageRun]:

@@ -208,18 +208,22 @@ class LiveTask:
     def zero(self, address: int) -> Outcome:
         """Give a page of zeros to who waits for an address that the image has nothing for.
 
-        Some pages behind it get the same.
+        Some pages around it get the same if that is no trouble.
         """
         with self._lock.shared():
             if self.is_gone:
                 return Outcome.DONE
+            block = address & -_ZERO_BYTES
             with self._books:
                 if self._space.find(address):
                     return Outcome.CHANGING
-                end = self._space.gap_end(address, (address & -_ZERO_BYTES) + _ZERO_BYTES)
+                start, end = self._space.gap(address, block, block + _ZERO_BYTES)
             result = userfaultfd.zero_pages(self.fd, address, end - address)
             if result.error in (errno.ENOENT, errno.EINVAL) and end - address > PAGE_BYTES:
+                # The mapping ends before.
                 result = userfaultfd.zero_pages(self.fd, address, PAGE_BYTES)
+            if start < address and not result.error:
+                userfaultfd.zero_pages(self.fd, start, address - start)
         if result.error in (0, errno.EEXIST, errno.ENOENT) or result.done_bytes:
             return Outcome.DONE
         if result.error == errno.EAGAIN:

@@ -140,9 +140,13 @@ class AddressSpaces(RuleBasedStateMachine):
         run = space.find(address * PAGE + 123)
         if address not in model.missing:
             assert run is None
-            limit = address + 10
-            gap = next((a for a in range(address, limit) if a in model.missing), limit)
-            assert space.gap_end(address * PAGE, limit * PAGE) == gap * PAGE
+            low, high = address, address + 1
+            while low > max(0, address - 7) and low - 1 not in model.missing:
+                low -= 1
+            while high < address + 10 and high not in model.missing:
+                high += 1
+            limits = (max(0, address - 7) * PAGE, (address + 10) * PAGE)
+            assert space.gap(address * PAGE, *limits) == (low * PAGE, high * PAGE)
             return
         assert run is not None
         pages_of_run = range(run.address // PAGE, (run.address + run.length) // PAGE)

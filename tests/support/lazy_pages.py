@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.memory import TaskMemory
+from snapstore import FileRange
 
 PAGE = 4096
 ADDRESS = 0x5000_0000_0000
@@ -30,20 +31,10 @@ PROGRAM = Path(__file__).with_name("lazy_task.py")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """A part of an image."""
-
-    offset: int
-    length: int
-    is_zeros: bool
-    order: int
-
-
 class MemoryImage:
     """A pages image in memory, that can be told what to do before each read."""
 
-    def __init__(self, data: bytes, *, ranges: Sequence[Range] | None = None) -> None:
+    def __init__(self, data: bytes, *, ranges: Sequence[FileRange] | None = None) -> None:
         self.data = data
         self._ranges = ranges
         self.before_read: Callable[[int, int, bool], None] = lambda *_: None
@@ -53,11 +44,13 @@ class MemoryImage:
     def size_bytes(self) -> int:
         return len(self.data)
 
-    def ranges(self, *, about_bytes: int) -> Sequence[Range]:
+    def ranges(self, *, about_bytes: int) -> Sequence[FileRange]:
         if self._ranges is not None:
             return self._ranges
         return [
-            Range(offset, min(about_bytes, self.size_bytes - offset), is_zeros=False, order=offset)
+            FileRange(
+                offset, min(about_bytes, self.size_bytes - offset), is_zeros=False, order=offset
+            )
             for offset in range(0, self.size_bytes, about_bytes)
         ]
 
@@ -77,10 +70,10 @@ class DumpedImage:
         self.before_read: Callable[[int, int, bool], None] = lambda *_: None
         self.size_bytes = os.fstat(self._fd).st_size
 
-    def ranges(self, *, about_bytes: int) -> Sequence[Range]:
+    def ranges(self, *, about_bytes: int) -> Sequence[FileRange]:
         del about_bytes
         return [
-            Range(at, min(self._range_bytes, self.size_bytes - at), is_zeros=False, order=at)
+            FileRange(at, min(self._range_bytes, self.size_bytes - at), is_zeros=False, order=at)
             for at in range(0, self.size_bytes, self._range_bytes)
         ]
 
@@ -288,7 +281,9 @@ def stage() -> Iterator[Stage]:
     one.close()
 
 
-def random_image(pages: int, seed: int = 1, ranges: Sequence[Range] | None = None) -> MemoryImage:
+def random_image(
+    pages: int, seed: int = 1, ranges: Sequence[FileRange] | None = None
+) -> MemoryImage:
     return MemoryImage(random.Random(seed).randbytes(pages * PAGE), ranges=ranges)
 
 

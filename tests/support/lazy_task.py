@@ -25,6 +25,7 @@ MREMAP_MAYMOVE = 1
 MREMAP_FIXED = 2
 PROT_RW = 3
 MAP_PRIVATE_ANONYMOUS = 0x22
+MAP_FIXED_NOREPLACE = 0x100000
 
 libc = ctypes.CDLL(None, use_errno=True)
 for name, types in {
@@ -99,6 +100,12 @@ class Task:
             )
         )
 
+    def map(self, page: int, count: int) -> None:
+        """Map fresh memory where there is none."""
+        flags = MAP_PRIVATE_ANONYMOUS | MAP_FIXED_NOREPLACE
+        address = self.address + page * PAGE
+        checked(libc.mmap(address, count * PAGE, PROT_RW, flags, -1, 0))
+
     def fork(self, path: str) -> int:
         pid = os.fork()
         if not pid:
@@ -133,7 +140,7 @@ def serve(task: Task, path: str) -> None:
 
 def main() -> None:
     control, lazy, pages, address = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    flags = MAP_PRIVATE_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+    flags = MAP_PRIVATE_ANONYMOUS | MAP_FIXED_NOREPLACE
     checked(libc.mmap(address, pages * PAGE, PROT_RW, flags, -1, 0))
     fd = userfaultfd.open_userfaultfd()
     assert userfaultfd.enable(fd, FEATURES) == 0

@@ -1,6 +1,7 @@
 """The daemon with real userfaultfds of a real process that stands for a restored one."""
 
 import hashlib
+import random
 import socket
 import struct
 import threading
@@ -11,14 +12,14 @@ import pytest
 from snapagent.errors import AgentError, ProtocolError
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.memory import TaskMemory
-from snapagent.lazy.stats import PageRun
+from snapstore import FileRange, PageRun
 from tests.support.lazy_pages import (
     ADDRESS,
     PAGE,
     WAIT_S,
     Columns,
     Gate,
-    Range,
+    Peer,
     Stage,
     random_image,
     whole_map,
@@ -115,9 +116,9 @@ def test_fills_in_the_order_of_the_hint(stage: Stage) -> None:
 def test_zeros_are_not_read(stage: Stage) -> None:
     """Parts that are known to be zeros cost nothing, and read as zeros before and after."""
     ranges = [
-        Range(0, 64 * PAGE, is_zeros=False, order=1),
-        Range(64 * PAGE, 400 * PAGE, is_zeros=True, order=-1),
-        Range(464 * PAGE, 136 * PAGE, is_zeros=False, order=0),
+        FileRange(0, 64 * PAGE, is_zeros=False, order=1),
+        FileRange(64 * PAGE, 400 * PAGE, is_zeros=True, order=-1),
+        FileRange(464 * PAGE, 136 * PAGE, is_zeros=False, order=0),
     ]
     image = random_image(PAGES, ranges=ranges)
     image.data = image.data[: 64 * PAGE] + bytes(400 * PAGE) + image.data[464 * PAGE :]
@@ -134,7 +135,7 @@ def test_zeros_are_not_read(stage: Stage) -> None:
 
 
 def test_ranges_that_leave_something_out_do_not_matter(stage: Stage) -> None:
-    ranges = [Range(64 * PAGE, 100 * PAGE, is_zeros=False, order=1)]
+    ranges = [FileRange(64 * PAGE, 100 * PAGE, is_zeros=False, order=1)]
     daemon, peer = stage.start(random_image(PAGES, ranges=ranges), whole_map(PAGES), PAGES)
     filled(daemon, stage)
     peer.check()
@@ -263,6 +264,63 @@ def test_forks_while_memory_is_filled(stage: Stage) -> None:
         family[-1].pages[number * 400 : number * 400 + 3] = [ZERO] * 3
     filled(daemon, stage)
     for each in family:
+        each.check()
+
+
+class Life:
+    """Does at random to the memory of a family what programs do, and knows what must be there."""
+
+    def __init__(self, peer: Peer, rng: random.Random) -> None:
+        self.family = [peer]
+        self._rng = rng
+        # Of mappings that any of them has: what crosses one cannot be moved at once.
+        self._borders: set[int] = set()
+
+    def step(self) -> None:
+        peer = self._rng.choice(self.family)
+        page, to = (self._rng.randrange(len(peer.pages) - 80) for _ in range(2))
+        count = self._rng.randrange(1, 80)
+        match self._rng.choice(["check", "discard", "write", "move", "move", "unmap", "fork"]):
+            case "check":
+                peer.check(page, count)
+            case "discard":
+                peer.ask("discard", page, count)
+                peer.pages[page : page + count] = [ZERO] * count
+            case "write":
+                peer.ask("write", page, "mine")
+                peer.pages[page] = b"mine" + peer.pages[page][4:]
+            case "move" if abs(page - to) >= count and self._is_whole(page, count):
+                self._borders |= {page, page + count, to, to + count}
+                peer.pages[to : to + count] = peer.pages[page : page + count]
+                peer.pages[page : page + count] = [ZERO] * count
+                peer.ask("move", page, count, to)
+                peer.ask("map", page, count)
+            case "unmap":
+                self._borders |= {page, page + count}
+                peer.ask("unmap", page, count)
+                peer.ask("map", page, count)
+                peer.pages[page : page + count] = [ZERO] * count
+            case "fork" if len(self.family) < 4:
+                self.family.append(peer.fork())
+            case _:
+                pass
+
+    def _is_whole(self, page: int, count: int) -> bool:
+        return not any(page < border < page + count for border in self._borders)
+
+
+def test_random_lives_while_memory_is_filled(stage: Stage, rng: random.Random) -> None:
+    """Whatever happens at whatever moment, everybody has exactly their own memory in the end."""
+    image = random_image(8000)
+    rows = [(7, 3000, 6, 0), (3100, 2000, 6, 3500), (5100, 2000, 6, 6000)]
+    daemon, peer = stage.start(image, rows, 7300, buffer_bytes=6 * PAGE, threads=3)
+    life = Life(peer, rng)
+    steps = 0
+    while not daemon.wait_filled(0) and steps < 400:
+        life.step()
+        steps += 1
+    filled(daemon, stage)
+    for each in life.family:
         each.check()
 
 
