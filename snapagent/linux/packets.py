@@ -10,8 +10,7 @@ import array
 import json
 import os
 import socket
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,13 +27,12 @@ class BadPacketError(Exception):
     """The other end sent what is no message, or one that lacks something."""
 
 
-@dataclass(frozen=True)
-class Packet:
+class Packet(NamedTuple):
     """One message; whoever receives it owns its fds."""
 
     kind: str
-    values: dict[str, object] = field(default_factory=dict)
-    fds: tuple[int, ...] = ()
+    values: dict[str, object]
+    fds: tuple[int, ...]
 
     def text(self, key: str) -> str:
         """Return a value that is a string."""

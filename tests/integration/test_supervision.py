@@ -1,6 +1,5 @@
 """Supervisors with ordinary programs in the place of CRIU: whoever is killed, nothing is left."""
 
-import dataclasses
 import json
 import os
 import secrets
@@ -140,6 +139,7 @@ def test_released_tree_lives_on(place: Place, work: Path, mark: str) -> None:
         wait_until(has_ended(keeper), "the keeper's end")
     for pid in marked(mark):
         os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: marked(mark) == [], "the end of the tree")
     wait_until(has_ended(keeper), "the end of the keeper")
 
 
@@ -483,7 +483,7 @@ def test_both_killed(place: Place, work: Path, mark: str) -> None:
         pids = wait_for_tree(mark)
         known = {processes.inner_pid(pid) or 0 for pid in pids}
         assert supervisor._strays is not None
-        supervisor._strays = dataclasses.replace(supervisor._strays, pids=known)
+        supervisor._strays = supervisor._strays._replace(pids=known)
         os.kill(supervisor.pid, signal.SIGSTOP)
         os.kill(supervisor.keeper_pid, signal.SIGKILL)
         os.kill(supervisor.pid, signal.SIGKILL)
