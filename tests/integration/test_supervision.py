@@ -74,12 +74,17 @@ def work(tmp_path: Path) -> Path:
     return folder
 
 
-def own_namespaces(supervisor: Supervisor) -> set[str]:
-    """Return the namespaces that were made for a supervisor's keeper."""
-    kinds = ("pid", "net", "mnt")
-    ours = {namespaces.namespace_id(os.getpid(), kind) for kind in kinds}
-    its = {namespaces.namespace_id(supervisor.keeper_pid, kind) for kind in kinds}
-    return {name for name in its - ours if name is not None}
+def own_namespaces(supervisor: Supervisor) -> dict[str, int]:
+    """Return the namespaces that were made for a supervisor's keeper, with an fd of each.
+
+    While it is open the kernel gives the namespace's number to no other.
+    """
+    made = {}
+    for kind in ("pid", "net", "mnt"):
+        name = namespaces.namespace_id(supervisor.keeper_pid, kind)
+        if name is not None and name != namespaces.namespace_id(os.getpid(), kind):
+            made[name] = os.open(f"/proc/{supervisor.keeper_pid}/ns/{kind}", os.O_RDONLY)
+    return made
 
 
 # -- told to --------------------------------------------------------------------------------------
@@ -87,7 +92,7 @@ def own_namespaces(supervisor: Supervisor) -> set[str]:
 
 def test_kill_leaves_nothing(place: Place, work: Path, mark: str, tmp_path: Path) -> None:
     supervisor = Supervisor.start(place, work)
-    made = own_namespaces(supervisor) if place.join_pid is None else set()
+    made = own_namespaces(supervisor) if place.join_pid is None else {}
     assert supervisor.run(stubborn_tree(mark)).status == 0
     pids = wait_for_tree(mark)
     assert {process.pid for process in supervisor.processes()} == set(pids)
@@ -95,7 +100,9 @@ def test_kill_leaves_nothing(place: Place, work: Path, mark: str, tmp_path: Path
     assert marked(mark) == []
     assert not work.exists()
     assert tmp_path.exists()
-    assert not made & namespaces_in_use()
+    assert not made.keys() & namespaces_in_use()
+    for fd in made.values():
+        os.close(fd)
     assert has_ended(supervisor.keeper_pid)()
     supervisor.kill("again")
     with pytest.raises(WorkloadLost, match="the test says so"):
