@@ -482,6 +482,23 @@ def test_keeper_killed_in_a_container_with_ids_known(work: Path, tmp_path: Path,
         assert {pid for pid in others if not has_ended(pid)()} == others - {supervisor.keeper_pid}
 
 
+def test_container_ends(work: Path, tmp_path: Path, mark: str) -> None:
+    """Goal: who ends the container ends what is restored into it, and the agent is told."""
+    died = threading.Event()
+    with placeholder_container(tmp_path / "container") as container:
+        supervisor = Supervisor.start(
+            Place(join_pid=container.pid), work, on_death=lambda _: died.set()
+        )
+        supervisor.run(stubborn_tree(mark))
+        wait_for_tree(mark)
+    assert died.wait(END_S_MAX)
+    assert marked(mark) == []
+    assert not work.exists()
+    with pytest.raises(WorkloadLost):
+        supervisor.processes()
+    supervisor.kill("it is gone")
+
+
 def test_both_killed(place: Place, work: Path, mark: str) -> None:
     """Goal: when supervisor and keeper are killed at once, the agent ends what they leave."""
     died = threading.Event()
