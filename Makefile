@@ -7,7 +7,7 @@ ARGS ?=
 SNAPSTORE_REQUIRE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-s3 test lint bench clean setup criu
+.PHONY: help demo demo-s3 test lint bench clean setup criu servers
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,7 +18,7 @@ demo: setup criu  ## snapshot a living process, delete it, bring it back (needs 
 demo-s3: setup criu  ## the same with the store in a bucket of a local S3 server
 	@$(PYTHON) -m tools.demo --s3
 
-test: setup criu lint  ## everything that has to pass before a commit
+test: setup criu servers lint  ## everything that has to pass before a commit
 	@$(PYTHON) -m pytest --numprocesses auto --dist loadgroup \
 		$(if $(SNAPSTORE_REQUIRE),--require $(SNAPSTORE_REQUIRE)) $(ARGS)
 
@@ -41,6 +41,9 @@ clean:  ## remove what make has made: .venv, CRIU, caches
 setup:
 	@tools/setup.sh
 
-# After setup also under `make -j`: two apt-get at once would lock each other out.
+# One after the other also under `make -j`: two apt-get at once would lock each other out.
 criu: setup
 	@tools/install_criu.sh
+
+servers: criu
+	@tools/install_servers.sh

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import settings
 
 # Fixtures that other tests may ask for.
-pytest_plugins = ["tests.support.criu", "tests.support.s3"]
+pytest_plugins = [
+    "tests.support.criu",
+    "tests.support.lazy_pages",
+    "tests.support.s3",
+    "tests.support.workloads",
+]
 
 MARKERS = ["fuse: needs /dev/fuse and the privilege to mount"]
 SEED_BITS = 32

@@ -16,7 +16,6 @@ import snapstore
 from snapstore import errors
 
 NOT_EXPORTED = {
-    "BytesLike": "bytes, bytearray or memoryview",
     "Backend": "made by `open_store` and `init_store` only",
     "BytesLike": "bytes, a bytearray, or a view of them",
     "Clock": "public in `snapstore.clock`; only tests bring their own",

@@ -34,6 +34,7 @@ RUN_PAGES_MAX = 32
 THREAD_COUNT = 4
 TICK_S = 0.05
 REQUEST_BYTES_MAX = 256
+READ_BYTES_MAX = 8 << 20
 
 Answer = dict[str, object]
 
@@ -62,6 +63,15 @@ class Subject:
         region = private_memory(size_mib * MIB)
         for start in range(0, len(region), MIB):
             region[start : start + MIB] = noise(f"{self.seed}/{salt}/{start}", MIB)
+        self.regions.append(region)
+
+    def load(self, path: Path) -> None:
+        """Add a region with the content of a file, which is not needed afterwards."""
+        region = private_memory(path.stat().st_size)
+        with path.open("rb", buffering=0) as file, memoryview(region) as view:
+            filled = 0
+            while filled < len(region):
+                filled += file.readinto(view[filled : filled + READ_BYTES_MAX])
         self.regions.append(region)
 
     def add_zero_pages(self, size_mib: int) -> None:
@@ -170,14 +180,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A process made to be dumped and restored.")
     parser.add_argument("directory", type=Path, help="where log.txt and ready.json go")
     parser.add_argument("--mib", type=int, default=300, help="mebibytes of distinct memory")
+    parser.add_argument("--content", type=Path, help="a file with that memory's content instead")
     parser.add_argument("--zero-mib", type=int, default=32, help="mebibytes of zero memory")
     parser.add_argument("--seed", type=int, default=1, help="decides the content of the memory")
     options = parser.parse_args()
 
     with (options.directory / "log.txt").open("ab") as log, socket.socket() as listener:
         subject = Subject(seed=options.seed, log=log)
-        subject.grow(options.mib, "first")
-        subject.add_zero_pages(options.zero_mib)
+        if options.content:
+            subject.load(options.content)
+        else:
+            subject.grow(options.mib, "first")
+        if options.zero_mib:
+            subject.add_zero_pages(options.zero_mib)
         subject.answer("note started")
         start_threads(subject)
         # Without this a restore could not bind while connections of the past are in TIME_WAIT.

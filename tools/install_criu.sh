@@ -26,6 +26,8 @@ END
 version_min=4.2
 # A code name, not "testing": it goes on meaning these packages after the next release.
 suite=${SNAPSTORE_CRIU_SUITE:-forky}
+# What lets CRIU dump other users' processes without CAP_SYS_RESOURCE.
+limits_library=limits.so
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 multiarch=$(uname -m)-linux-gnu
 # Build dependencies; NO_GNUTLS below spares the rest.
@@ -37,11 +39,14 @@ source_packages=(
 version_of() { "$1/criu" --version 2>/dev/null | sed -n 's/^Version: //p'; }
 
 # True when DEST holds a CRIU that is new enough and starts.
-is_installed() {
+is_new_enough() {
     local version
     version=$(version_of "$1") || return 1
     [ -n "$version" ] && [ "$(printf '%s\n' "$version_min" "$version" | sort -V | head -n 1)" = "$version_min" ]
 }
+
+# The same, with everything of this script around it.
+is_installed() { [ -e "$1/lib/$limits_library" ] && is_new_enough "$1"; }
 
 # -- where packages come from ---------------------------------------------------------------------
 
@@ -127,11 +132,19 @@ assemble() {
             queue+=("$prefix/lib/$name")
         done < <(needed_by "$file")
     done
+    add_own_parts "$prefix"
+}
+
+# Adds to a prefix what is ours: a preloaded library, and the program that starts CRIU with it.
+add_own_parts() {
+    local prefix=$1
+    command -v gcc >/dev/null || ensure_packages gcc libc6-dev
+    quietly gcc -O2 -Wall -Werror -shared -fPIC -o "$prefix/lib/$limits_library" "$here/criu_limits.c"
     # Names no absolute path, so that the prefix can be moved, packed and unpacked elsewhere.
-    cat >"$prefix/criu" <<'WRAPPER'
+    cat >"$prefix/criu" <<WRAPPER
 #!/bin/sh
-here=$(dirname "$(readlink -f "$0")")
-exec "$here/ld.so" --library-path "$here/lib" "$here/criu.bin" "$@"
+here=\$(dirname "\$(readlink -f "\$0")")
+exec "\$here/ld.so" --library-path "\$here/lib" --preload $limits_library "\$here/criu.bin" "\$@"
 WRAPPER
     chmod 755 "$prefix" "$prefix/criu" "$prefix/criu.bin" "$prefix/ld.so"
 }
@@ -193,14 +206,15 @@ runs_sleep() { [ "$(cat "/proc/$1/comm" 2>/dev/null)" = sleep ]; }
 is_gone() { [ ! -e "/proc/$1" ]; }
 
 # Becomes a process that can be dumped: a session of its own, and no file but /dev/null. Whatever
-# else make or the caller left open here, a pipe above all, could not be restored.
+# else make or the caller left open here, a pipe above all, could not be restored. It is another
+# user's, which is harder to dump than root's.
 become_sleeper() {
     local fd
     for fd in /proc/self/fd/*; do
         fd=${fd##*/}
         [ "$fd" -le 2 ] || exec {fd}>&-
     done
-    exec setsid sleep 600 </dev/null >/dev/null 2>&1
+    exec setpriv --reuid 65534 --regid 65534 --clear-groups setsid sleep 600 </dev/null >/dev/null 2>&1
 }
 
 # Dumps a sleeping process, which ends it, and brings it back to life. Runs as root throughout.
@@ -268,6 +282,12 @@ main() {
     dest=$(realpath --no-symlinks --canonicalize-missing "${1:-$here/criu}")
     if is_installed "$dest"; then
         say "CRIU $(version_of "$dest") is in $dest already"
+        return 0
+    fi
+    if [ -e "$dest/criu.bin" ] && is_new_enough "$dest"; then
+        add_own_parts "$dest"
+        is_installed "$dest" || fail "CRIU in $dest does not start with $limits_library"
+        say "added $limits_library to CRIU $(version_of "$dest") in $dest"
         return 0
     fi
     # What is there will be replaced, so it has to be a prefix of ours, though a broken one.

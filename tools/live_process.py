@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ READY_S_MAX = 120
 ANSWER_S_MAX = 60
 CRIU_S_MAX = 120
 LOG_LINES_SHOWN = 15
+LAZY_SOCKET = "lazy-pages.socket"
 
 Answer = dict[str, object]
 
@@ -51,19 +53,45 @@ class Criu:
         )
         return result.stdout.splitlines()[0].removeprefix("Version: ")
 
-    def dump(self, pid: int, images: Path, *, leave_running: bool = False) -> None:
+    def dump(self, pid: int, images: Path, *options: str, leave_running: bool = False) -> None:
         """Write the images of a process into an existing folder, and end the process by default.
 
-        The caller reaps it. The process leads a session and has no terminal and no established
-        connection, so CRIU needs no further permission.
+        The caller reaps it. A process that leads a session and has no terminal and no established
+        connection needs no further options.
         """
         life = ["--leave-running"] if leave_running else []
-        self._run(["dump", "--tree", str(pid), *life], images)
+        self._run(["dump", "--tree", str(pid), *life, *options], images)
 
-    def restore(self, images: Path) -> None:
+    def restore(self, images: Path, *options: str) -> None:
         """Bring the process back, as a child of this process, with the id it had."""
         # Not as a child of CRIU: that ends, and then only an init that reaps would free the id.
-        self._run(["restore", "--restore-detached", "--restore-sibling"], images)
+        self._run(["restore", "--restore-detached", "--restore-sibling", *options], images)
+
+    @contextlib.contextmanager
+    def lazy_pages(self, images: Path) -> Iterator[list[str]]:
+        """Run CRIU's own daemon that fills memory behind a restored process.
+
+        Gives the options that a restore of these images needs to use it. Returns when all memory
+        is there; when the body fails, the daemon is killed.
+        """
+        log = images.with_name(f"{images.name}-lazy-pages.log")
+        address = images / LAZY_SOCKET
+        address.unlink(missing_ok=True)
+        command = [str(self.program), "lazy-pages", "--images-dir", str(images)]
+        command += ["--log-file", str(log), "-v2"]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as daemon:
+            try:
+                while not address.exists() and daemon.poll() is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        daemon.wait(timeout=POLL_S)
+                yield ["--lazy-pages"]
+                status = daemon.wait(timeout=CRIU_S_MAX)
+            except BaseException:
+                daemon.kill()
+                raise
+        if status != 0:
+            action = f"criu lazy-pages ended with status {status}"
+            raise CriuFailedError("\n".join([action, *explanation(log)]))
 
     def _run(self, arguments: list[str], images: Path) -> None:
         """Run one CRIU action and raise with the reason when it fails.
@@ -100,14 +128,19 @@ def explanation(log: Path) -> list[str]:
 class LiveProcess:
     """One process made to be dumped. Leaving the context ends it, whatever life it is in."""
 
-    def __init__(self, home: Path, *, size_mib: int, seed: int = 1) -> None:
+    def __init__(
+        self, home: Path, *, size_mib: int = 0, seed: int = 1, content: Path | None = None
+    ) -> None:
         """Start it with `home` (an existing folder) as working directory; return when it answers.
 
-        Its standard streams are files there, for a terminal or a pipe could not be restored.
+        Its memory is `size_mib` of noise, or what the file `content` holds. Its standard streams
+        are files in `home`, for a terminal or a pipe could not be restored.
         """
         self._home = home
         command = [sys.executable, str(DEMO_PROCESS), str(home)]
         command += ["--mib", str(size_mib), "--seed", str(seed)]
+        if content is not None:
+            command += ["--content", str(content), "--zero-mib", "0"]
         with (home / "output.txt").open("ab") as output:
             self._first_life = subprocess.Popen(
                 command,

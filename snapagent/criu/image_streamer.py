@@ -350,7 +350,7 @@ def _receive_fds(connection: socket.socket, name: str) -> list[int]:
         data, ancillary, flags, _ = connection.recvmsg(
             1, socket.CMSG_SPACE(2 * _INT_BYTES), socket.MSG_CMSG_CLOEXEC
         )
-    except ConnectionError as error:
+    except OSError as error:
         raise ProtocolError(f"image streamer: no pipe came for {name}: {error}") from error
     for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

@@ -26,15 +26,19 @@ from snapagent.criu.protocol import (
 )
 from snapagent.criu.sessions import receive, send, shut_down
 from snapagent.errors import AgentError, ProtocolError
-from snapstore.units import PAGE_BYTES
+from snapstore.units import MIB, PAGE_BYTES
 
-__all__ = ["FIRST_PAGES_ID", "PageReceiver", "PageSink", "PageTotals"]
+__all__ = ["FIRST_PAGES_ID", "PageReceiver", "PageSink", "PageTotals", "page_sockets"]
 
 FIRST_PAGES_ID = 0x10001
 """Where CRIU's own page server begins to number pages images. During such a dump, CRIU may write
 some itself, numbered from one on."""
 
+SOCKET_BUFFER_BYTES = 1 * MIB
+"""What may be under way. CRIU sends runs of this size; the usual 208 KiB halve the rate."""
+
 _NO_PARENT = b"\0"
+_SO_SNDBUFFORCE = 32  # of Linux; Python does not name it
 
 
 class PageSink(Protocol):
@@ -80,7 +84,7 @@ class PageReceiver:
     def __init__(self, connection: socket.socket, sink: PageSink) -> None:
         """Prepare a session over a connected stream socket, which stays the caller's to close.
 
-        For `--ps-socket`, CRIU gets the other end of a Unix socket pair.
+        For `--ps-socket`, `page_sockets` makes it, with the end that CRIU gets.
         """
         self._connection = connection
         self._sink = sink
@@ -105,15 +109,10 @@ class PageReceiver:
         try:
             while not self._take_message():
                 pass
-        except (OSError, ProtocolError) as error:
+        except BaseException as error:
             shut_down(self._connection)
-            if self._closed:
-                raise AgentError("the dump's pages are no longer wanted") from error
-            if isinstance(error, OSError):
-                raise ProtocolError(f"page server: the connection broke: {error}") from error
-            raise
-        except BaseException:
-            shut_down(self._connection)
+            if self._closed and isinstance(error, ProtocolError):
+                raise AgentError("page server: closed before the dump was through") from error
             raise
         return self._totals
 
@@ -197,7 +196,10 @@ class PageReceiver:
             buffer = self._sink.buffer()
             assert len(buffer), "a sink without a buffer waits, or raises"
             want = min(len(buffer), left)
-            count = self._connection.recv_into(buffer, want, socket.MSG_WAITALL)
+            try:
+                count = self._connection.recv_into(buffer, want, socket.MSG_WAITALL)
+            except OSError as error:
+                raise ProtocolError(f"page server: the connection broke: {error}") from error
             if not count:
                 raise ProtocolError(f"page server: the connection ended {left} bytes too soon")
             self._sink.advance(count)
@@ -217,9 +219,23 @@ class PageReceiver:
         self._end_current()
         send(self._connection, encode_status(0), f"the answer to {command.name}")
         if command is Command.CLOSE:
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):
                 if self._connection.recv(1):
                     raise ProtocolError("page server: CRIU sent more after its CLOSE")
+
+
+def page_sockets() -> tuple[socket.socket, socket.socket]:
+    """Make the receiver's socket and the one that CRIU inherits for `--ps-socket`.
+
+    The caller closes its own copy of CRIU's once CRIU has it, else nobody sees CRIU die.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # Beyond what the machine allows everybody, for who may.
+        theirs.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, SOCKET_BUFFER_BYTES)
+    except PermissionError:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    return ours, theirs
 
 
 def _incremental(header: PageHeader) -> ProtocolError:

@@ -101,7 +101,7 @@ def receive(connection: socket.socket, into: memoryview, what: str) -> bool:
     while got < len(into):
         try:
             count = connection.recv_into(into[got:], 0, socket.MSG_WAITALL)
-        except ConnectionError as error:
+        except OSError as error:
             raise ProtocolError(f"the connection broke before {what}: {error}") from error
         if count == 0:
             if got == 0:
@@ -119,7 +119,7 @@ def send(connection: socket.socket, data: BytesLike, what: str) -> None:
     """
     try:
         connection.sendall(data)
-    except ConnectionError as error:
+    except OSError as error:
         raise ProtocolError(f"the connection ended before {what} was sent: {error}") from error
 
 

@@ -1,11 +1,12 @@
 """The storing pipeline: windows of streams in, packs and manifest entries out.
 
 Per window, *analyse*, *hash* and *encode* run on worker threads, whose library calls release the
-GIL. What decides between them, *cut*, *plan* and *retire*, runs on the caller's thread and in
-order, so that the result does not depend on timing (I5 of `format_spec/SEMANTICS.md`).
+GIL. What decides between them, *cut*, *plan* and *retire*, runs on one thread and in order, so that
+the result does not depend on timing (I5 of `format_spec/SEMANTICS.md`). Where windows of several
+streams come in turns, chunks and manifests still do not; in which frames they lie does.
 
-Memory is a fixed set of window buffers and packs: a window that finds no free buffer waits by
-doing the next step of an older one.
+Memory is a set of window buffers and packs: a window that finds no free buffer waits until an older
+one is done, in a push by doing its next step.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import msgspec
 
 from snapstore.errors import FormatError, Interrupted, UsageError
 from snapstore.format import limits
+from snapstore.format.canonical import INT64_MAX, INT64_MIN
 from snapstore.format.rank import HOST
 from snapstore.format.tree import ID_MAX, MODE_MAX, EntryType, TreeEntry
 from snapstore.fstree import parent_path, show_path
@@ -92,10 +93,11 @@ class SnapshotWriter:
 
     Files may arrive side by side and interleaved in any order, each filled by a thread of its own;
     none waits for another. All methods are thread-safe, but `commit` is called once, when all files
-    are closed. Memory stays within `StoreOptions.memory_bytes`, which limits how many files are
-    open at once: `files_open_max`, 321 with the default of 1 GiB and 60 with 192 MiB. The first
-    `files_in_place` of them, 8 with the default and 1 with 192 MiB, that grow beyond 1 MiB are
-    filled without a copy; the bytes of others are copied once more.
+    are closed. Memory stays within `StoreOptions.memory_bytes`, which limits how many files can be
+    open at once: at least `files_open_max`, 321 with 1 GiB and 60 with 192 MiB. Of those that grow
+    beyond 1 MiB, `files_in_place` are filled without a copy: as many as the budget has windows
+    (25 MiB each) besides three more than threads, 8 at most and 1 at least. The bytes of others are
+    copied once more; that is all the difference.
 
     When the `with` block ends without a commit, nothing has the name, and what was sent already is
     found by the next push or writer.
@@ -164,7 +166,7 @@ class SnapshotWriter:
             mode=_check_number(mode, MODE_MAX, what="mode"),
             uid=_check_number(os.geteuid() if uid is None else uid, ID_MAX, what="uid"),
             gid=_check_number(os.getegid() if gid is None else gid, ID_MAX, what="gid"),
-            mtime_ns=self._mtime_ns if mtime_ns is None else mtime_ns,
+            mtime_ns=self._mtime_ns if mtime_ns is None else _check_time(mtime_ns),
         )
         kind = _data_class(entry.path, data_class)
         self._reserve()
@@ -239,6 +241,7 @@ class SnapshotWriter:
         From any thread; wakes those who wait, and returns at once. A commit that is under way may
         still succeed.
         """
+        self._session.in_a_hurry = True
         self._feed.stop(
             Interrupted(f"writing {self._request.name} was aborted", next_step="capture it again")
         )
@@ -316,7 +319,7 @@ class SnapshotWriter:
     def _check_complete(self, what: Publication) -> None:
         with self._lock:
             if self._committed:
-                raise UsageError(f"{what.name} is committed already")
+                raise UsageError(f"the commit of {what.name} was begun already")
             if self._open:
                 raise UsageError(
                     f"{show_path(min(self._open))} is still open", next_step="close it first"
@@ -347,6 +350,12 @@ def _data_class(path: bytes, word: str | None) -> DataClass:
             f"not a class of data: {word[:80]!r}",
             next_step=f"give one of {', '.join(one.value for one in DataClass)}",
         ) from error
+
+
+def _check_time(value: int) -> int:
+    if not INT64_MIN <= value <= INT64_MAX:
+        raise UsageError(f"the time {value} cannot be", next_step="give nanoseconds since 1970")
+    return value
 
 
 def _check_number(value: int, most: int, *, what: str) -> int:

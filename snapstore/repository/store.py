@@ -76,6 +76,11 @@ class Store:
         """The store's URL, without credentials."""
         return self._backend.capabilities.url
 
+    @property
+    def options(self) -> StoreOptions:
+        """How the store is worked with."""
+        return self._options
+
     def push(
         self,
         directory: Path | str,

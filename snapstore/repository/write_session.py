@@ -60,7 +60,7 @@ _LAYOUT_ATTEMPTS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PushResult:
-    """What a push did.
+    """What a push, or another writer of a snapshot, did.
 
     Attributes:
         snapshot: The new snapshot.
@@ -133,6 +133,8 @@ class WriteSession:
         lease: Of this session, until `publish` commits it.
         buffers: For windows.
         ingest: What stores them.
+        metadata_bytes: Of the manifests and layouts that were written.
+        in_a_hurry: Set by who wants to stop soon, without waiting for a storage that is not there.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class WriteSession:
         self.backend = backend
         self.clock = clock
         self.metadata_bytes = 0
+        self.in_a_hurry = False
         self._meter = meter
         self.lease = PushLease(backend, clock)
         # If anything below fails, the lease is given back at once.
@@ -203,7 +206,7 @@ class WriteSession:
             interrupted = kind is not None and (
                 not issubclass(kind, Exception) or issubclass(kind, Interrupted)
             )
-            if interrupted and isinstance(self.backend, RetryingBackend):
+            if (interrupted or self.in_a_hurry) and isinstance(self.backend, RetryingBackend):
                 hurry.enter_context(self.backend.in_a_hurry())
             self._stack.close()
 

@@ -9,7 +9,7 @@ import msgspec
 
 from snapstore.errors import UsageError
 from snapstore.format.tree import EntryType, TreeEntry
-from snapstore.fstree import show_path
+from snapstore.fstree import parent_path, show_path
 from snapstore.source.made_tree import checked_path, with_directories
 from snapstore.source.recognise import recognise
 from snapstore.source.scan import bytes_to_read
@@ -73,6 +73,7 @@ def describe_images(
     """
     sizes = sizes or {}
     texts = {checked_path(path): path for path in (*files, *sizes)}
+    _refuse_twice(texts)
     nothing = TreeEntry(path=b"", type=EntryType.DIRECTORY, mode=0, uid=0, gid=0, mtime_ns=0)
     entries = with_directories(
         [
@@ -96,6 +97,18 @@ def describe_images(
             if item.entry.type is EntryType.FILE
         },
     )
+
+
+def _refuse_twice(paths: Mapping[bytes, str]) -> None:
+    for path in paths:
+        above = parent_path(path)
+        while above:
+            if above in paths:
+                raise UsageError(
+                    f"{show_path(above)} cannot be both a file and a directory",
+                    next_step=f"give another path than {paths[path][:120]!r}",
+                )
+            above = parent_path(above)
 
 
 def _size(path: str, files: Mapping[str, BytesLike], sizes: Mapping[str, int]) -> int:

@@ -12,7 +12,7 @@ from snapagent.criu.image_pipe import ImagePipe
 from snapagent.criu.pagemaps import build_pagemap
 from snapagent.criu.protocol import PagesImage
 from snapagent.errors import AgentError
-from snapstore.source.criu_pagemap import PagemapEntry, parse_pagemap
+from snapstore.source.criu_pagemap import PageFlag, PagemapEntry, parse_pagemap
 from snapstore.units import MIB, PAGE_BYTES
 from tools.live_process import Criu, CriuFailedError, explanation
 
@@ -106,12 +106,15 @@ class DumpReader:
 
     def __init__(self) -> None:
         self._tasks: dict[int, tuple[list[PagemapEntry], int]] = {}
+        self.lazy_bytes = 0
 
     def add(self, dump: Path, pid: int) -> None:
         pagemap = parse_pagemap((dump / f"pagemap-{pid}.img").read_bytes())
         entries = [entry for entry in pagemap.entries() if entry.offset is not None]
         fd = os.open(dump / f"pages-{pagemap.pages_id}.img", os.O_RDONLY)
         self._tasks[pid] = (sorted(entries), fd)
+        lazy = [entry.nr_pages for entry in entries if entry.flags & PageFlag.LAZY]
+        self.lazy_bytes += sum(lazy) * PAGE_BYTES
 
     def read(self, pid: int, vaddr: int, nr_pages_max: int, into: memoryview) -> int:
         entries, fd = self._tasks[pid]

@@ -70,7 +70,7 @@ class Bench:
                         yield {**about, **self._fault(store, size)}
 
     def _stream(self, url: str, options: StoreOptions, threads: int) -> Sample:
-        walls, divided = [], []
+        walls, cpus, divided = [], [], []
         buffers: list[mmap.mmap] = []
         data: list[snapstore.FileRange] = []
         for number in range(self.rounds + 1):
@@ -84,7 +84,9 @@ class Bench:
                 longest = max(one.length for one in data)
                 buffers = buffers or [mmap.mmap(-1, longest) for _ in range(threads)]
                 if number:
-                    walls.append(Reading(file, data, buffers).time())
+                    wall_s, cpu_s = Reading(file, data, buffers).time()
+                    walls.append(wall_s)
+                    cpus.append(cpu_s)
                 else:
                     Reading(file, data, buffers[:1]).compare(self.source)
         data_bytes = sum(one.length for one in data)
@@ -95,6 +97,8 @@ class Bench:
             "divide_s": min(divided),
             "data_bytes": data_bytes,
             "wall_s": walls,
+            "cpu_s": cpus,
+            "cpu_s_per_gb": min(cpus) / data_bytes * GB,
             "best_gb_s": data_bytes / min(walls) / GB,
             "median_gb_s": data_bytes / statistics.median(walls) / GB,
         }
@@ -136,14 +140,12 @@ class Reading:
         self._left = collections.deque(ranges)
         self._buffers = buffers
 
-    def time(self) -> float:
-        """Read all ranges and tell how long it took."""
+    def time(self) -> tuple[float, float]:
+        """Read all ranges and tell how long it took, and how much processor time."""
         with ThreadPoolExecutor(len(self._buffers)) as threads:
-            started = time.perf_counter()
-            list(
-                threads.map(lambda buffer: collections.deque(self._read(buffer), 0), self._buffers)
-            )
-            return time.perf_counter() - started
+            started, cpu_started = time.perf_counter(), time.process_time()
+            list(threads.map(self._read_all, self._buffers))
+            return time.perf_counter() - started, time.process_time() - cpu_started
 
     def compare(self, source: Path) -> None:
         """Read all ranges and compare them with the file.
@@ -187,7 +189,7 @@ def tables(samples: list[Sample]) -> str:
     """Return what was measured for people."""
     streams = [
         [str(one[key]) for key in ("compression", "integrity", "threads")]
-        + [f"{one['best_gb_s']:.2f}", f"{one['median_gb_s']:.2f}"]
+        + [f"{one[key]:.2f}" for key in ("best_gb_s", "median_gb_s", "cpu_s_per_gb")]
         for one in samples
         if one["what"] == "ranges"
     ]
@@ -200,7 +202,9 @@ def tables(samples: list[Sample]) -> str:
     head = ("compression", "integrity")
     return "\n\n".join(
         (
-            measure.markdown_table((*head, "threads", "best GB/s", "median GB/s"), streams),
+            measure.markdown_table(
+                (*head, "threads", "best GB/s", "median GB/s", "CPU s/GB"), streams
+            ),
             measure.markdown_table(
                 (*head, "bytes", "median us", "p99 us", "median us again"), faults
             ),

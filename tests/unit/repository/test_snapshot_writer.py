@@ -172,6 +172,21 @@ def test_a_small_file_again_is_not_stored_again(store: Store) -> None:
     assert result.generation == 2
 
 
+@pytest.mark.slow
+def test_more_small_files_than_a_window_holds(tmp_path: Path) -> None:
+    """They fill windows in turns, each sorted by path; a push finds every one of them."""
+    files = {f"{number:03}": text(60_000, number).tobytes() for number in range(250)}
+    with snapstore.init_store(next(_memory)) as store:
+        with store.begin(NAME) as writer:
+            for name in reversed(files):
+                writer.add_file("host", name, files[name])
+            result = writer.commit()
+        assert result.ingest.new_chunks == len(files)
+        assert contents(store) == files
+        store.pull(NAME, tmp_path / "pulled")
+        assert store.push(tmp_path / "pulled", "again:v1").ingest.new_bytes == 0
+
+
 # -- views ----------------------------------------------------------------------------------------
 
 
@@ -320,6 +335,8 @@ def test_values_that_cannot_be_are_refused(store: Store) -> None:
             writer.open_file(-1, "a")
         with pytest.raises(UsageError, match="mode"):
             writer.open_file("host", "a", mode=0o10000)
+        with pytest.raises(UsageError, match="time"):
+            writer.open_file("host", "a", mtime_ns=1 << 63)
         with pytest.raises(UsageError, match="uid"):
             writer.open_file("host", "a", uid=-1)
 
@@ -348,7 +365,7 @@ def test_what_the_format_cannot_say_is_refused_before_the_end(store: Store) -> N
             with pytest.raises(UsageError, match="cannot be of kind"):
                 writer.commit(kind=kind, requirements=requirements)
         writer.commit(kind="criu")
-        with pytest.raises(UsageError, match="committed already"):
+        with pytest.raises(UsageError, match="was begun already"):
             writer.commit()
         with pytest.raises(UsageError, match="is committed"):
             writer.add_file("host", "late", b"")

@@ -1,0 +1,318 @@
+"""Capturing a living process tree straight into a store.
+
+Invariants, and the order of steps that follows from them:
+
+1. The source goes on, whatever fails, unless the caller wanted it stopped *and* the snapshot is
+   durable: the commit happens while CRIU waits in its `post-dump` script, and a script that fails
+   makes CRIU let the processes go on.
+2. Nothing has the name before everything is stored.
+3. No copy of the data is on this machine: pages and images go from CRIU's sockets into windows of
+   the store's writer, whose budget holds CRIU back when the store is slower.
+4. CRIU is never killed in the middle of a dump, for its parasite code is in the source then: what
+   ends a capture early closes the sockets, and CRIU gives up by itself.
+
+Order: preflight, writer and sockets, CRIU, images and pages until CRIU is at `post-dump`, commit,
+answer, CRIU's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING, Self
+
+import snapstore
+from snapagent.capture_sinks import ImageStore, PageStore
+from snapagent.criu import program
+from snapagent.criu.hooks import ScriptHooks
+from snapagent.criu.image_streamer import CaptureStreamer
+from snapagent.criu.page_receiver import PageReceiver
+from snapagent.errors import AgentError
+from snapagent.linux import namespaces, processes
+from snapagent.preflight import CaptureConditions, add_machine, check_process, require
+from snapagent.supervision import Place, Supervisor, criu_command
+from snapagent.workdir import work_directory
+from snapstore import criu
+from snapstore.clock import SystemClock
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from snapagent.config import AgentConfig
+    from snapagent.preflight import Obstacle
+    from snapstore import ProgressCallback, PushResult, SnapshotWriter, Store
+
+__all__ = ["CaptureRequest", "CaptureResult", "capture", "find_obstacles"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureRequest:
+    """What to capture, and how.
+
+    Attributes:
+        pid: Root of the tree.
+        name: Which name the snapshot gets.
+        labels: Kept with the snapshot.
+        stop: End the tree when the snapshot is durable; else it goes on.
+        freeze_fast: Store raw frames, which shortens the time that the tree stands still.
+    """
+
+    pid: int
+    name: str
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stop: bool = False
+    freeze_fast: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureResult:
+    """What a capture did; times in seconds.
+
+    Attributes:
+        pushed: The snapshot and what it cost.
+        frozen_s: How long the tree stood still, as CRIU counts it.
+        setup_s: From the call until CRIU ran.
+        dump_s: From there until CRIU had given all images and pages.
+        commit_s: From there until the snapshot was durable and had its name.
+        total_s: All of it.
+        page_bytes: Bytes of memory that came.
+        stopped: Whether the tree was ended.
+    """
+
+    pushed: PushResult
+    frozen_s: float
+    setup_s: float
+    dump_s: float
+    commit_s: float
+    total_s: float
+    page_bytes: int
+    stopped: bool
+
+    def document(self) -> dict[str, object]:
+        """Everything as plain values, for JSON."""
+        pushed = self.pushed
+        return {
+            "name": str(pushed.name),
+            "snapshot": pushed.snapshot.hex,
+            "generation": pushed.generation,
+            "stopped": self.stopped,
+            "frozen_s": self.frozen_s,
+            "agent_setup_s": self.setup_s,
+            "criu_dump_s": self.dump_s,
+            "commit_s": self.commit_s,
+            "total_s": self.total_s,
+            "page_bytes": self.page_bytes,
+            "ingest": dataclasses.asdict(pushed.ingest),
+            "stored_bytes": pushed.stored_bytes,
+            "warnings": list(pushed.warnings),
+        }
+
+
+def capture(
+    store: Store,
+    request: CaptureRequest,
+    config: AgentConfig,
+    progress: ProgressCallback | None = None,
+) -> CaptureResult:
+    """Store a living process tree as a snapshot. Returns when it is durable and CRIU has ended.
+
+    Several captures of different trees may run at once.
+
+    Raises:
+        PreflightFailed: CRIU could not capture this process here.
+        CriuFailed: CRIU could not; the source goes on.
+        BackendError: The storage failed; the source goes on.
+    """
+    clock = SystemClock()
+    started_s = clock.monotonic_s()
+    obstacles = find_obstacles(request.pid, config, stop=request.stop)
+    require(obstacles, of=f"process {request.pid}", done="captured")
+    compression = snapstore.Compression.NONE if request.freeze_fast else None
+    with contextlib.ExitStack() as stack:
+        work = stack.enter_context(work_directory(config, "capture"))
+        writer = stack.enter_context(
+            store.begin(
+                request.name,
+                labels=request.labels,
+                compression=compression,
+                progress=progress,
+            )
+        )
+        dump = stack.enter_context(_Dump(writer, work.path, request, config))
+        setup_s = clock.monotonic_s() - started_s
+        dump.run()
+    assert dump.pushed is not None, "CRIU ended well, so its post-dump script did"
+    ended_s = clock.monotonic_s()
+    return CaptureResult(
+        pushed=dump.pushed,
+        frozen_s=dump.frozen_s,
+        setup_s=setup_s,
+        dump_s=dump.commit_began_s - started_s - setup_s,
+        commit_s=dump.commit_ended_s - dump.commit_began_s,
+        total_s=ended_s - started_s,
+        page_bytes=dump.pages.size_bytes,
+        stopped=request.stop,
+    )
+
+
+def find_obstacles(pid: int, config: AgentConfig, *, stop: bool = False) -> list[Obstacle]:
+    """Tell what stands in the way of a capture, and what deserves a word; nothing is changed.
+
+    Raises:
+        PreflightFailed: There is no such process.
+    """
+    conditions = CaptureConditions(
+        criu=config.criu,
+        criu_cache=config.criu_cache,
+        stop=stop,
+        shell_job=True,
+        ghost_bytes_max=program.GHOST_BYTES_MAX,
+    )
+    return check_process(pid, conditions)
+
+
+class _Dump:
+    """One dump under way: CRIU at one end of its sockets, a snapshot writer at the other."""
+
+    def __init__(
+        self,
+        writer: SnapshotWriter,
+        work: Path,
+        request: CaptureRequest,
+        config: AgentConfig,
+    ) -> None:
+        self.pushed: PushResult | None = None
+        self.frozen_s = 0.0
+        self.commit_began_s = self.commit_ended_s = 0.0
+        self._images = ImageStore(writer)
+        self.pages = PageStore(writer, self._images)
+        self._clock = SystemClock()
+        self._writer = writer
+        self._work = work
+        self._request = request
+        self._config = config
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        """Listen to CRIU from now on."""
+        with contextlib.ExitStack() as stack:
+            self._ours, self._theirs = socket.socketpair()
+            stack.callback(self._ours.close)
+            stack.callback(self._theirs.close)
+            self._page_receiver = PageReceiver(self._ours, self.pages)
+            self._receiver = threading.Thread(target=self._receive_pages, name="snapagent-pages")
+            self._streamer = stack.enter_context(
+                CaptureStreamer(self._work, self._images, self._fail)
+            )
+            stack.enter_context(ScriptHooks(self._work, {"post-dump": self._commit}, self._fail))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self) -> None:
+        """Run CRIU to its end.
+
+        Raises:
+            CriuFailed: It could not.
+            SnapError: Something else failed, which made it give up.
+        """
+        status = -1
+        try:
+            status = self._run_criu()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._hang_up()
+            self._receiver.join()
+        if self._failure is not None:
+            raise self._failure
+        if status != 0:
+            failed = program.criu_failed("dump", status, self._work / "dump.log")
+            if self.pushed is not None:
+                failed.add_note(f"the snapshot was stored all the same, as {self._request.name}")
+            raise failed
+        stats = criu.parse_dump_stats((self._work / "stats-dump").read_bytes())
+        self.frozen_s = stats.frozen_us / 1e6
+
+    def _run_criu(self) -> int:
+        """Start everything, CRIU last, and wait for CRIU."""
+        self._receiver.start()
+        argv, home = criu_command(self._config.criu)
+        pid = self._request.pid
+        inner_pid = processes.inner_pid(pid)
+        if inner_pid is None:
+            raise AgentError(f"process {pid} has ended")
+        place = Place(join_pid=pid if _is_elsewhere(pid) else None)
+        supervisor = Supervisor.start(place, self._work, task="capture", directories={"criu": home})
+        self._stack.callback(supervisor.kill, "the capture is over")
+        argv += program.dump_arguments(
+            pid=inner_pid,
+            directory="{work}",
+            page_socket="{fd0}",
+            leave_running=not self._request.stop,
+            # It is no session of its own: it hangs from whoever started it.
+            shell_job=os.getsid(pid) != pid,
+        )
+        with self._theirs:
+            ran = supervisor.run(argv, pass_fds=[self._theirs.fileno()])
+        if ran.message:
+            raise AgentError(f"CRIU cannot be started: {ran.message}")
+        return ran.status
+
+    def _receive_pages(self) -> None:
+        try:
+            self._page_receiver.run()
+        except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first error and end everything: CRIU finds its sockets closed and gives up."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+        self._writer.abort()
+        self._hang_up()
+        # On another thread: it waits for those of the images, one of which this may be.
+        threading.Thread(target=self._streamer.close, name="snapagent-close").start()
+
+    def _hang_up(self) -> None:
+        """End the sessions with CRIU, which gives up then if it has not ended."""
+        self._page_receiver.close()
+
+    def _commit(self) -> bool:
+        """Make the snapshot durable while CRIU waits; on the hook's thread."""
+        self.commit_began_s = self._clock.monotonic_s()
+        try:
+            self._receiver.join()
+            self._streamer.settle()
+            if self._failure is not None:
+                return False
+            self._images.require_whole()
+            described = snapstore.describe_images(self._images.kept, self._images.sizes)
+            config = self._config
+            requirements = add_machine(described.requirements, config.criu, config.criu_cache)
+            self.pushed = self._writer.commit(kind=described.kind, requirements=requirements)
+        except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU
+            self._fail(error)
+            return False
+        self.commit_ended_s = self._clock.monotonic_s()
+        return True
+
+
+def _is_elsewhere(pid: int) -> bool:
+    """Whether a process lives where paths, process ids or addresses mean something else."""
+    ours = os.getpid()
+    return any(
+        namespaces.namespace_id(pid, kind) != namespaces.namespace_id(ours, kind)
+        for kind in ("mnt", "net", "pid")
+    )

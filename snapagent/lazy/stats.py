@@ -1,0 +1,110 @@
+"""What filling the memory of a restore has done so far, and in which order it was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any, NamedTuple
+
+from snapstore.clock import SystemClock
+
+__all__ = ["LazyStats", "PageRun", "Recorder", "Tally"]
+
+
+class PageRun(NamedTuple):
+    """Pages of one image that were touched one after the other; `snapstore.PageRun`."""
+
+    path: str
+    first_page: int
+    page_count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LazyStats:
+    """Counts since the start. Times are in seconds since then, none if it has not happened.
+
+    Attributes:
+        fault_bytes: Copied because somebody waited for it.
+        fill_bytes: Copied in the background.
+        zero_bytes: Not copied, since the store knows that they are zeros.
+        dropped_bytes: Not copied, since the process has nothing mapped there any more.
+        faults: How often a thread waited for a page.
+        zero_faults: How often of these the page was not in the image.
+        events: How often a process forked, moved, discarded or unmapped memory.
+        queue_max: How many threads waited at once at most.
+        tasks: Restored processes and forked ones so far.
+        first_fault_s: When a thread waited first.
+        restored_s: When CRIU had restored all tasks.
+        filled_s: When nothing was missing any more.
+    """
+
+    fault_bytes: int = 0
+    fill_bytes: int = 0
+    zero_bytes: int = 0
+    dropped_bytes: int = 0
+    faults: int = 0
+    zero_faults: int = 0
+    events: int = 0
+    queue_max: int = 0
+    tasks: int = 0
+    first_fault_s: float | None = None
+    restored_s: float | None = None
+    filled_s: float | None = None
+
+
+class Tally:
+    """Adds up `LazyStats` from now on. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._clock = SystemClock()
+        self._start_s = self._clock.monotonic_s()
+        self._lock = threading.Lock()
+        self._stats = LazyStats()
+
+    def add(self, **counts: int) -> None:
+        """Count something."""
+        with self._lock:
+            old = self._stats
+            new = {name: getattr(old, name) + count for name, count in counts.items()}
+            self._stats = dataclasses.replace(old, **new)
+
+    def queued(self, length: int) -> None:
+        """Note how many wait now."""
+        with self._lock:
+            if length > self._stats.queue_max:
+                self._stats = dataclasses.replace(self._stats, queue_max=length)
+
+    def happened(self, name: str) -> None:
+        """Note that something happened now, if it has not before."""
+        with self._lock:
+            if getattr(self._stats, name) is None:
+                new: dict[str, Any] = {name: self._clock.monotonic_s() - self._start_s}
+                self._stats = dataclasses.replace(self._stats, **new)
+
+    def read(self) -> LazyStats:
+        """Return the counts of now."""
+        with self._lock:
+            return self._stats
+
+
+class Recorder:
+    """Keeps the order in which pages were first asked for. Thread-safe."""
+
+    def __init__(self, runs_max: int) -> None:
+        self._runs_max = runs_max
+        self._lock = threading.Lock()
+        self._runs: list[PageRun] = []
+
+    def add(self, run: PageRun) -> None:
+        """Append pages; those that go on where the last ones ended join them."""
+        with self._lock:
+            last = self._runs[-1] if self._runs else None
+            if last and (last.path, last.first_page + last.page_count) == run[:2]:
+                self._runs[-1] = last._replace(page_count=last.page_count + run.page_count)
+            elif len(self._runs) < self._runs_max:
+                self._runs.append(run)
+
+    def read(self) -> list[PageRun]:
+        """Return what was kept."""
+        with self._lock:
+            return list(self._runs)

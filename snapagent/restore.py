@@ -1,0 +1,400 @@
+"""Restoring a process tree straight out of a store.
+
+Invariants, and the order of steps that follows from them:
+
+1. No process runs on memory that is not its own: what is missing blocks until it was read and
+   checked, also when the agent, the store or the supervisor dies.
+2. All or nothing: until the restore is whole, everything it made hangs from the supervisor, which
+   ends it. Nothing stays: process, namespace, mount, socket, file.
+3. What can be known beforehand is said beforehand: CRIU starts only after preflight.
+4. Memory is bounded by the budget of the store and one buffer for each thread that fills.
+
+Order: snapshot and small images, preflight, supervisor and place, image stream and lazy-pages
+socket, CRIU, faults from its first moment, the tree runs, background fill, release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from typing import TYPE_CHECKING, Self
+
+import snapstore
+from snapagent.criu import program
+from snapagent.criu.hooks import ScriptHooks
+from snapagent.criu.image_set import find_images
+from snapagent.criu.image_streamer import RestoreStreamer
+from snapagent.errors import CriuFailed, WorkloadLost
+from snapagent.lazy.daemon import LazyPages
+from snapagent.lazy.stats import LazyStats, PageRun
+from snapagent.preflight import RestoreConditions, check_images, require
+from snapagent.restore_images import StreamedImages, read_facts
+from snapagent.supervision import Place, Supervisor, criu_command
+from snapagent.workdir import work_directory
+from snapstore.clock import SystemClock
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from snapagent.config import AgentConfig
+    from snapagent.criu.image_set import ImageSet
+    from snapagent.preflight import Obstacle
+    from snapagent.restore_images import DumpFacts
+    from snapstore import ProgressCallback, Snapshot, Store
+
+__all__ = ["Restoration", "RestoreRequest", "RestoreResult", "find_obstacles", "restore"]
+
+_HINT_TOPIC = "page-order"
+_HINT_BYTES_MAX = 16 << 20
+_TELL_S = 0.2
+_FILL_BUFFER_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreRequest:
+    """What to restore, where to, and how.
+
+    Attributes:
+        name: `name`, `name:tag` or `name@b3:<id>`.
+        images: Directory of the dump in the snapshot, if it holds several.
+        place: Which namespaces.
+        eager: Fill all memory before the processes run.
+        record_s: Fill only what is touched for so long, and keep the order of first touches as a
+            hint for later restores; then fill the rest.
+        force: Restore although preflight found what forbids it.
+    """
+
+    name: str
+    images: str | None = None
+    place: Place = dataclasses.field(default_factory=Place)
+    eager: bool = False
+    record_s: float | None = None
+    force: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreResult:
+    """What a restore did; times in seconds from the call.
+
+    Attributes:
+        name: What was asked for.
+        snapshot: Which that was.
+        root_pid: Root of the tree, as the agent's pid namespace sees it.
+        pids: All process ids as the processes themselves see them.
+        agent_setup_s: Until CRIU was started.
+        criu_restore_s: From there until the processes ran.
+        fill_s: From there until all of their memory was in place.
+        running_s: When the processes ran: the time to the first answer.
+        total_s: Until everything was done.
+        eager_bytes: Loaded by CRIU before the processes ran.
+        shared_bytes: Of these, shared memory, which cannot be lazy.
+        lazy: What was filled by userfaultfd, and how.
+        bottleneck: Where most of the time went.
+    """
+
+    name: str
+    snapshot: str
+    root_pid: int
+    pids: tuple[int, ...]
+    agent_setup_s: float
+    criu_restore_s: float
+    fill_s: float
+    running_s: float
+    total_s: float
+    eager_bytes: int
+    shared_bytes: int
+    lazy: LazyStats
+    bottleneck: str
+
+    def document(self) -> dict[str, object]:
+        """Everything as plain values, for JSON."""
+        return {**dataclasses.asdict(self), "cuda_restore_s": None}
+
+
+class Restoration:
+    """One restore. A context manager: leaving it early ends the tree and removes everything.
+
+    ::
+
+        with Restoration(store, request, config) as restoration:
+            restoration.start()         # the processes run
+            restoration.wait_filled()   # all of their memory is in place
+            result = restoration.release()  # they are on their own
+    """
+
+    def __init__(self, store: Store, request: RestoreRequest, config: AgentConfig) -> None:
+        self._store = store
+        self._request = request
+        self._config = config
+        self._clock = SystemClock()
+        self._started_s = self._clock.monotonic_s()
+        self._setup_s = self._running_s = self._filled_s = 0.0
+        self._failure: BaseException | None = None
+        self._failed = threading.Event()
+        self._lock = threading.Lock()
+        self._stack = contextlib.ExitStack()
+        self._released = False
+        self._started: Supervisor | None = None
+        self.root_pid = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        # CRIU and the processes end before anybody stops serving them.
+        try:
+            self._end_tree()
+        finally:
+            self._stack.close()
+
+    def start(self) -> None:
+        """Bring the tree to life. Returns when its processes run.
+
+        Raises:
+            PreflightFailed: This snapshot cannot be restored here.
+            CriuFailed: CRIU could not.
+            IntegrityError: What CRIU or a process needed is damaged.
+        """
+        request, config = self._request, self._config
+        target = _look_up(self._store, request)
+        self._snapshot, facts, place = target.snapshot, target.facts, target.place
+        self._facts = facts
+        if not request.force:
+            obstacles = _obstacles(target, config)
+            require(obstacles, of=f"snapshot {self._snapshot.id.short}", done="restored")
+        work = self._stack.enter_context(work_directory(config, "restore")).path
+        argv, home = criu_command(config.criu)
+        self._started = Supervisor.start(
+            place,
+            work,
+            directories={"criu": home},
+            pids=facts.images.pids,
+            on_death=lambda reason: self._fail(WorkloadLost(f"the processes ended: {reason}")),
+        )
+        streamer = RestoreStreamer(work, StreamedImages(target.images, facts.eager), self._fail)
+        self._stack.callback(streamer.close)
+        self._lazy = self._make_lazy(work)
+        self._stack.callback(self._lazy.close)
+        self._stack.enter_context(
+            ScriptHooks(work, {"pre-resume": self._before_resume}, self._fail)
+        )
+        streamer.start()
+        self._lazy.start()
+        argv += program.restore_arguments(
+            directory="{work}",
+            lazy=True,
+            shell_job=facts.is_shell_job,
+            tcp_close=facts.images.inventory.tcp_close,
+        )
+        self._setup_s = self._elapsed_s()
+        self._run_criu(argv, work)
+        self._running_s = self._elapsed_s()
+
+    @property
+    def _supervisor(self) -> Supervisor:
+        assert self._started is not None, "started before used"
+        return self._started
+
+    def _elapsed_s(self) -> float:
+        return self._clock.monotonic_s() - self._started_s
+
+    def _make_lazy(self, work: Path) -> LazyPages:
+        request, options = self._request, self._store.options
+        return LazyPages(
+            work,
+            self._facts.tasks,
+            threads=options.threads_effective,
+            buffer_bytes=_FILL_BUFFER_BYTES,
+            hold=self._supervisor.hold,
+            on_error=self._fail,
+            fill=request.record_s is None,
+            order=self._hint() if request.record_s is None else [],
+            record=request.record_s is not None,
+        )
+
+    def _hint(self) -> list[PageRun]:
+        """In which order earlier restores touched pages; advice, so that it may be missing."""
+        data = self._store.get_hint(_HINT_TOPIC, self._snapshot.id.hex, _HINT_BYTES_MAX)
+        if data is None:
+            return []
+        with contextlib.suppress(snapstore.SnapError):
+            return [PageRun(*run) for run in snapstore.decode_page_order(data)]
+        return []
+
+    def _run_criu(self, argv: list[str], work: Path) -> None:
+        ran = self._supervisor.run(argv)
+        self._check()
+        if ran.message:
+            raise CriuFailed(f"CRIU cannot be started: {ran.message}")
+        if ran.status != 0:
+            raise program.criu_failed("restore", ran.status, work / "restore.log")
+        root = self._supervisor.root(self._facts.images.processes[0].pid)
+        if root is None:
+            raise WorkloadLost(
+                "the restored process ended at once",
+                next_step="look at what it wrote; its memory was right",
+            )
+        self.root_pid = root
+
+    def _before_resume(self) -> bool:
+        """CRIU waits, all tasks are restored and none runs yet; on the hooks' thread."""
+        if self._request.eager:
+            self._lazy.wait_filled()
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first error and end the tree, so that whoever waits for it wakes up."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+        self._failed.set()
+        # On another thread: this one may be of those that are waited for.
+        threading.Thread(target=self._end_tree, name="snapagent-end").start()
+
+    def _end_tree(self) -> None:
+        if self._started is not None and not self._released:
+            self._started.kill(str(self._failure or "the restore was not finished"))
+
+    def _check(self) -> None:
+        with self._lock:
+            failure = self._failure
+        if failure is not None:
+            self._end_tree()
+            raise failure
+
+    def record(self, seconds: float) -> None:
+        """Let the processes run on what they touch, keep the order of that, and fill the rest.
+
+        The hint is for later restores of the same snapshot. If it cannot be kept, nothing is lost.
+
+        Raises:
+            WorkloadLost: The processes were ended meanwhile.
+        """
+        self._failed.wait(seconds)
+        self._check()
+        order = [snapstore.PageRun(*run) for run in self._lazy.recorded_order]
+        with contextlib.suppress(snapstore.SnapError):
+            data = snapstore.encode_page_order(order)
+            self._store.put_hint(_HINT_TOPIC, self._snapshot.id.hex, data)
+        self._lazy.start_fill()
+
+    def wait_filled(self, progress: ProgressCallback | None = None) -> None:
+        """Wait until all memory is in place.
+
+        Raises:
+            WorkloadLost: The processes were ended, since their memory could not be filled.
+        """
+        try:
+            while not self._lazy.wait_filled(timeout_s=_TELL_S):
+                self._check()
+                if progress is not None:
+                    stats = self._lazy.stats
+                    done = stats.fault_bytes + stats.fill_bytes + stats.zero_bytes
+                    progress(snapstore.Progress("fill", done, self._facts.lazy_bytes))
+        finally:
+            self._check()
+        self._filled_s = self._elapsed_s()
+
+    def release(self) -> RestoreResult:
+        """Let the tree go: it lives on without the agent."""
+        self._supervisor.release()
+        self._released = True
+        stats = self._lazy.stats
+        return RestoreResult(
+            name=self._request.name,
+            snapshot=self._snapshot.id.hex,
+            root_pid=self.root_pid,
+            pids=tuple(process.pid for process in self._facts.images.processes),
+            agent_setup_s=self._setup_s,
+            criu_restore_s=self._running_s - self._setup_s,
+            fill_s=self._filled_s - self._running_s,
+            running_s=self._running_s,
+            total_s=self._elapsed_s(),
+            eager_bytes=self._facts.eager_bytes,
+            shared_bytes=self._facts.shared_bytes,
+            lazy=stats,
+            bottleneck=_bottleneck(self._setup_s, self._running_s, self._filled_s),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Target:
+    """What is to be restored, looked up, and where to."""
+
+    snapshot: Snapshot
+    images: ImageSet
+    facts: DumpFacts
+    place: Place
+
+
+def _look_up(store: Store, request: RestoreRequest) -> _Target:
+    snapshot = store.snapshot(request.name)
+    images = find_images(snapshot, request.images)
+    facts = read_facts(images)
+    place = request.place
+    if place.network == "fresh":
+        place = dataclasses.replace(place, addresses=facts.addresses)
+    return _Target(snapshot, images, facts, place)
+
+
+def _obstacles(target: _Target, config: AgentConfig) -> list[Obstacle]:
+    conditions = RestoreConditions(
+        criu=config.criu,
+        criu_cache=config.criu_cache,
+        work_directory=config.run_directory,
+    )
+    requirements = target.snapshot.manifest.requirements
+    return check_images(target.facts.images, requirements, target.place, conditions)
+
+
+def find_obstacles(store: Store, request: RestoreRequest, config: AgentConfig) -> list[Obstacle]:
+    """Tell what stands in the way of a restore, and what deserves a word; nothing is changed.
+
+    Raises:
+        LookupFailed: There is no such snapshot.
+        AgentError: It holds no processes.
+        IntegrityError: It is damaged.
+    """
+    return _obstacles(_look_up(store, request), config)
+
+
+def _bottleneck(setup_s: float, running_s: float, filled_s: float) -> str:
+    """Name the phase that took longest."""
+    phases = {
+        "the agent's setup": setup_s,
+        "CRIU": running_s - setup_s,
+        "filling memory": filled_s - running_s,
+    }
+    return max(phases, key=lambda name: phases[name])
+
+
+def restore(
+    store: Store,
+    request: RestoreRequest,
+    config: AgentConfig,
+    progress: ProgressCallback | None = None,
+) -> RestoreResult:
+    """Restore a process tree; returns when all of its memory is in place and it lives by itself.
+
+    Several restores may run at once, also of one snapshot.
+
+    Raises:
+        PreflightFailed: This snapshot cannot be restored here.
+        CriuFailed: CRIU could not.
+        WorkloadLost: The processes were ended, since their memory could not be filled.
+        IntegrityError: Data are damaged.
+    """
+    with Restoration(store, request, config) as restoration:
+        restoration.start()
+        if request.record_s is not None:
+            restoration.record(request.record_s)
+        restoration.wait_filled(progress)
+        return restoration.release()

@@ -1,0 +1,172 @@
+"""What CRIU is given of a snapshot during a restore, and what it is spared.
+
+CRIU reads its images through a stream, which cannot skip: so images of pages hold only what it has
+to load itself, packed. Private memory that a userfaultfd can fill comes later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from snapagent.errors import AgentError
+from snapagent.lazy.memory import TaskMemory
+from snapagent.preflight import read_images
+from snapstore import criu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from snapagent.criu.image_pipe import ImagePipe
+    from snapagent.criu.image_set import ImageSet
+    from snapagent.preflight import Images
+
+__all__ = ["DumpFacts", "StreamedImages", "read_facts"]
+
+_PAGE_BYTES = 4096
+_PIECE_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DumpFacts:
+    """What the small images say.
+
+    Attributes:
+        images: What the small images say.
+        tasks: Memory to be filled lazily, by process id.
+        eager: For each image of pages the ranges `(offset, length)` that CRIU loads itself.
+        eager_bytes: Their sum.
+        lazy_bytes: What comes later.
+        shared_bytes: Of the eager ones, those of shared memory.
+    """
+
+    images: Images
+    tasks: dict[int, TaskMemory]
+    eager: dict[str, list[tuple[int, int]]]
+    eager_bytes: int
+    lazy_bytes: int
+    shared_bytes: int
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses that sockets are bound to, other than the loopback and unspecified ones."""
+        bound = {socket.source_address for socket in self.images.files.inet}
+        return tuple(sorted(address for address in bound if address and _is_of_a_link(address)))
+
+    @property
+    def is_shell_job(self) -> bool:
+        """Whether the tree was not a session of its own."""
+        root = self.images.processes[0]
+        return root.sid != root.pid
+
+
+def _is_of_a_link(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return not (parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast)
+
+
+def read_facts(images: ImageSet) -> DumpFacts:
+    """Read the small images of a dump.
+
+    Raises:
+        AgentError: An image is missing, or the dump is one that this agent cannot restore.
+        FormatError: An image is not what CRIU writes.
+    """
+    small = read_images(images.get)
+    tasks: dict[int, TaskMemory] = {}
+    eager: dict[str, list[tuple[int, int]]] = {}
+    lazy_bytes = shared_bytes = 0
+    for name in images.names:
+        if not (name.startswith("pagemap-") and name.endswith(".img")):
+            continue
+        pagemap = criu.parse_pagemap(images.read(name), name)
+        pages = f"pages-{pagemap.pages_id}.img"
+        _check_pages(images, name, pagemap, pages)
+        loaded = _eager_ranges(pagemap, is_shared=name.startswith("pagemap-shmem-"))
+        eager.setdefault(pages, []).extend(loaded)
+        count = sum(length for _, length in loaded)
+        lazy_bytes += pagemap.present_bytes - count
+        owner = name.removeprefix("pagemap-").removesuffix(".img")
+        memory = small.memories.get(int(owner)) if owner.isdecimal() else None
+        if memory is not None:
+            tasks[int(owner)] = _task_memory(images, int(owner), memory, pagemap, pages)
+        else:
+            shared_bytes += count
+    return DumpFacts(
+        images=small,
+        tasks=tasks,
+        eager=eager,
+        eager_bytes=sum(length for ranges in eager.values() for _, length in ranges),
+        lazy_bytes=lazy_bytes,
+        shared_bytes=shared_bytes,
+    )
+
+
+class StreamedImages:
+    """Gives images to CRIU as it asks for them. Thread-safe."""
+
+    def __init__(self, images: ImageSet, eager: dict[str, list[tuple[int, int]]]) -> None:
+        self._images = images
+        self._eager = eager
+
+    def find(self, name: str) -> Callable[[ImagePipe], None] | None:
+        """Return what writes an image into a pipe, or none if there is no such image."""
+        if name not in self._images:
+            return None
+        if name in self._eager:
+            return lambda pipe: self._write_ranges(name, pipe)
+        return lambda pipe: pipe.write(self._images.read(name))
+
+    def _write_ranges(self, name: str, pipe: ImagePipe) -> None:
+        buffer = memoryview(bytearray(_PIECE_BYTES))
+        file = self._images.open(name)
+        for offset, length in _pieces(self._eager[name]):
+            file.read_into(offset, buffer[:length], streaming=length == _PIECE_BYTES)
+            pipe.write(buffer[:length])
+
+
+def _pieces(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    for offset, length in ranges:
+        for start in range(0, length, _PIECE_BYTES):
+            yield offset + start, min(_PIECE_BYTES, length - start)
+
+
+def _check_pages(images: ImageSet, name: str, pagemap: criu.Pagemap, pages: str) -> None:
+    if pagemap.has_parent:
+        raise AgentError(
+            f"{name} needs the images of an earlier dump",
+            next_step="capture the process again, without --track-mem and --prev-images-dir",
+        )
+    there = images.size_bytes(pages) if pages in images else 0
+    if there < pagemap.present_bytes:
+        # CRIU would wait for the rest for ever.
+        raise AgentError(
+            f"{pages} has {there} bytes where {name} promises {pagemap.present_bytes}",
+            next_step="the dump is not whole: capture the process again",
+        )
+
+
+def _eager_ranges(pagemap: criu.Pagemap, *, is_shared: bool) -> list[tuple[int, int]]:
+    """Where in the image of pages is what CRIU loads itself, neighbours joined."""
+    present = (pagemap.flags & criu.PageFlag.PRESENT) != 0
+    chosen = present if is_shared else present & ((pagemap.flags & criu.PageFlag.LAZY) == 0)
+    offsets = pagemap.offsets[chosen].astype(np.int64)
+    lengths = pagemap.counts[chosen].astype(np.int64) * _PAGE_BYTES
+    if not len(offsets):
+        return []
+    begins = np.flatnonzero(np.append(True, offsets[1:] != offsets[:-1] + lengths[:-1]))
+    joined = np.add.reduceat(lengths, begins)
+    return list(zip(offsets[begins].tolist(), joined.tolist(), strict=True))
+
+
+def _task_memory(
+    images: ImageSet, pid: int, memory: criu.Memory, pagemap: criu.Pagemap, pages: str
+) -> TaskMemory:
+    vmas = memory.vmas.mapped()
+    mappings = list(zip(vmas.starts.tolist(), vmas.ends.tolist(), strict=True))
+    return TaskMemory(
+        pid=pid, pagemap=pagemap, mappings=mappings, image=pages, file=images.open(pages)
+    )

@@ -1,0 +1,85 @@
+"""Work directories: sockets, scripts and logs of one capture or restore, gone when it ends.
+
+Each is locked by whoever works in it, so that one whose owner was killed is told from one in use
+and removed by the next that makes its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+from typing import TYPE_CHECKING
+
+from snapagent.errors import AgentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from snapagent.config import AgentConfig
+
+__all__ = ["WorkDirectory", "work_directory"]
+
+_NAME_BYTES = 4
+_SOCKET_PATH_BYTES_MAX = 107
+"""`sun_path`, less its NUL."""
+_LONGEST_SOCKET = "streamer-capture.sock"
+
+
+class WorkDirectory:
+    """A directory of one's own.
+
+    Attributes:
+        path: Where it is.
+        lock: Descriptor that says that it is in use; a helper process that inherits it keeps it so.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.lock = lock
+
+
+@contextlib.contextmanager
+def work_directory(config: AgentConfig, doing: str) -> Iterator[WorkDirectory]:
+    """Make a work directory for the length of a `with` block.
+
+    Raises:
+        AgentError: It cannot be made.
+    """
+    parent = config.run_directory
+    path = parent / f"{doing}-{secrets.token_hex(_NAME_BYTES)}"
+    if len(os.fsencode(path / _LONGEST_SOCKET)) > _SOCKET_PATH_BYTES_MAX:
+        raise AgentError(
+            f"{parent} is too long a path for sockets", next_step="set SNAPAGENT_RUN_DIR"
+        )
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_abandoned(parent)
+        path.mkdir(mode=0o700)
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        raise AgentError(
+            f"cannot work in {parent}: {error.strerror}",
+            next_step="run as root, or set SNAPAGENT_RUN_DIR",
+        ) from error
+    try:
+        yield WorkDirectory(path, lock)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what those left that were killed together with their supervisor."""
+    for path in parent.iterdir():
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(fd)

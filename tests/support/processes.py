@@ -1,0 +1,109 @@
+"""Find, end and await the processes of a workload, whatever life they are in by then.
+
+A restored process is a child of somebody else, and its ids may be those of another namespace. What
+stays is its working directory, so processes are found by that.
+"""
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from snapstore.clock import SystemClock
+
+CLOCK = SystemClock()
+POLL_S = 0.005
+DEAD_S_MAX = 30
+# Where nobody nearer reaps, the first process of the machine does, and that may take seconds.
+REAPED_S_MAX = 30
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, seconds: float) -> None:
+    """Wait until a condition holds; says what was awaited when it does not in time."""
+    end = CLOCK.monotonic_s() + seconds
+    while not condition():
+        if CLOCK.monotonic_s() > end:
+            raise TimeoutError(f"waited {seconds} s in vain until {what}")
+        CLOCK.sleep_s(POLL_S)
+
+
+def processes_in(directory: Path) -> list[int]:
+    """Return all processes whose working directory is this one or below it, as seen from here.
+
+    They may have been restored into other namespaces. The dead that nobody has reaped do not count.
+    """
+    found = []
+    for name in os.listdir("/proc"):  # noqa: PTH208 - only the names
+        if name.isdecimal() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):
+                where = os.readlink(f"/proc/{name}/cwd")  # noqa: PTH115 - it may be gone
+                if Path(where).is_relative_to(directory):
+                    found.append(int(name))
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def watched(pids: list[int]) -> Iterator[list[int]]:
+    """Give a descriptor for each process that still exists; ids may be reused, these are not."""
+    descriptors: list[int] = []
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                descriptors.append(os.pidfd_open(pid))
+        yield descriptors
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def is_reaped(descriptor: int) -> bool:
+    """Tell whether the process of a descriptor is gone for good, so that its id is free."""
+    try:
+        signal.pidfd_send_signal(descriptor, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def await_death(descriptors: list[int]) -> None:
+    """Wait until all these processes have ended, reaped or not."""
+    for descriptor in descriptors:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if not poll.poll(DEAD_S_MAX * 1000):
+            raise TimeoutError(f"a process lives on {DEAD_S_MAX} s after it was to end")
+
+
+def await_free_ids(pids: list[int]) -> None:
+    """Wait until processes that are ending are gone and reaped, by us where they are our children.
+
+    Only then can a restore give them back the ids they had.
+    """
+
+    def all_reaped(descriptors: list[int]) -> bool:
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        return all(is_reaped(descriptor) for descriptor in descriptors)
+
+    with watched(pids) as descriptors:
+        await_death(descriptors)
+        wait_until(lambda: all_reaped(descriptors), f"{pids} are free", seconds=REAPED_S_MAX)
+
+
+def end_processes_in(directory: Path) -> None:
+    """Kill everything whose working directory is below this one; returns when it is dead.
+
+    Children of ours are reaped. May be called at any time and again.
+    """
+    while pids := processes_in(directory):
+        with watched(pids) as descriptors:
+            for descriptor in descriptors:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            await_death(descriptors)
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)

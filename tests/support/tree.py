@@ -1,0 +1,158 @@
+"""Start the tree of four processes, talk to it in any of its lives, and end it.
+
+See `programs/tree_of_four.py` for what it holds and answers.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from snapstore.units import MIB
+from tests.support.processes import end_processes_in, processes_in, wait_until
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = "tests.support.programs.tree_of_four"
+CONTROL = "control"
+MEMBERS = 4
+READY_S_MAX = 120
+ANSWER_S_MAX = 120
+
+Answer = dict[str, Any]
+
+# What CRIU needs to know before it dumps the tree, and again for its restore.
+CRIU_OPTIONS = ("--tcp-established", "--network-lock", "nftables", "--ghost-limit", "1G")
+
+
+@dataclass(frozen=True)
+class TreeSizes:
+    """How much a tree holds; the defaults are for tests that should be quick."""
+
+    first_bytes: int = 4 * MIB
+    """Private memory of the first process."""
+    bytes: int = 2 * MIB
+    """Private memory of each of the other three."""
+    shared_bytes: int = MIB
+    """Each of three kinds of shared memory."""
+    threads: int = 3
+
+
+class ProcessTree:
+    """Four processes made to be dumped. Leaving the context ends them, in whatever life."""
+
+    def __init__(
+        self,
+        home: Path,
+        sizes: TreeSizes | None = None,
+        *,
+        seed: int = 1,
+        command: tuple[str, ...] = (),
+    ) -> None:
+        """Start it in `home`, an existing folder; returns when it answers.
+
+        It leads a session and has files as standard streams. `command` stands before it and has to
+        execute it in place, such as `unshare --ipc`.
+        """
+        self.home = home
+        sizes = sizes or TreeSizes()
+        arguments = {
+            "first-bytes": sizes.first_bytes,
+            "bytes": sizes.bytes,
+            "shared-bytes": sizes.shared_bytes,
+            "threads": sizes.threads,
+            "seed": seed,
+        }
+        with (home / "output.txt").open("ab") as output:
+            self._first_life = subprocess.Popen(  # noqa: S603 - no shell
+                [*command, sys.executable, "-m", PROGRAM]
+                + [f"--{name}={value}" for name, value in arguments.items()],
+                cwd=home,
+                env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self.pid = self._first_life.pid
+        """Its first process, as it was started."""
+        try:
+            wait_until(self._answers_first, "the tree answers", seconds=READY_S_MAX)
+        except BaseException:
+            self.end()
+            raise
+
+    def _answers_first(self) -> bool:
+        if self._first_life.poll() is not None:
+            output = (self.home / "output.txt").read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"it ended with status {self._first_life.returncode}:\n{output}")
+        return self.answers()
+
+    def answers(self) -> bool:
+        """Tell whether somebody listens, without waiting."""
+        try:
+            with self._connection():
+                return True
+        except OSError:
+            return False
+
+    def _connection(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(ANSWER_S_MAX)
+        # Through a descriptor, since its path may be longer than an address.
+        home = os.open(self.home, os.O_PATH)
+        try:
+            connection.connect(f"/proc/self/fd/{home}/{CONTROL}")
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            os.close(home)
+        return connection
+
+    def ask(self, request: str, **details: object) -> Answer:
+        """Send one request and return its answer; fails when it tells of a problem."""
+        with self._connection() as connection, connection.makefile("rwb") as stream:
+            stream.write(json.dumps({"do": request, **details}).encode() + b"\n")
+            stream.flush()
+            line = stream.readline()
+        if not line:
+            raise ConnectionError(f"the tree ended while it was asked to {request}")
+        answer: Answer = json.loads(line)
+        if answer["problems"]:
+            raise AssertionError("\n".join(answer["problems"]))
+        return answer
+
+    def check(self, *, blocks: int | None = None) -> Answer:
+        """Let all four verify everything, of their memory at most so many blocks each."""
+        answer = self.ask("check", blocks=blocks)
+        assert [member["number"] for member in answer["members"]] == list(range(MEMBERS))
+        return answer
+
+    def processes(self) -> list[int]:
+        """Return the ids of its living processes as seen from here."""
+        return processes_in(self.home)
+
+    def end(self) -> None:
+        """Kill all of it. May be called at any time and again."""
+        end_processes_in(self.home)
+        # If it never was in `home`, or is dead already and nobody has asked.
+        with contextlib.suppress(ProcessLookupError):
+            self._first_life.kill()
+        self._first_life.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
