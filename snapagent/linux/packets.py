@@ -109,11 +109,10 @@ class Channel:
                 came are closed again.
         """
         try:
-            data, ancillary, flags, _ = self._socket.recvmsg(
-                PACKET_BYTES_MAX, socket.CMSG_SPACE(FDS_MAX * FD_BYTES), socket.MSG_CMSG_CLOEXEC
-            )
+            data, ancillary, flags, _ = self._receive()
         except ConnectionResetError:
-            return None  # It closed its end with messages of ours unread.
+            # It closed its end with messages of ours unread. What it had sent is still there.
+            data, ancillary, flags, _ = self._receive()
         fds = tuple(fd for level, kind, raw in ancillary for fd in _rights(level, kind, raw))
         try:
             _check_whole(flags)
@@ -122,6 +121,11 @@ class Channel:
             for fd in fds:
                 os.close(fd)
             raise
+
+    def _receive(self) -> tuple[bytes, list[tuple[int, int, bytes]], int, object]:
+        return self._socket.recvmsg(
+            PACKET_BYTES_MAX, socket.CMSG_SPACE(FDS_MAX * FD_BYTES), socket.MSG_CMSG_CLOEXEC
+        )
 
     def shut_down(self) -> None:
         """Let both ends see the end of it, whoever has inherited copies; wakes a receiver."""
