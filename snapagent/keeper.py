@@ -20,9 +20,7 @@ import select
 import signal
 import socket
 import sys
-import traceback
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from snapagent.linux import cgroups, namespaces, processes
 from snapagent.linux.packets import BadPacketError, Channel, Packet
@@ -42,8 +40,7 @@ LAST_PID_MAX: Final = 32_000
 _ENDED_ONLY_BY_ITS_CHANNEL: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class KeeperOrder:
+class KeeperOrder(NamedTuple):
     """Where the keeper goes and what it takes along. It owns the fds."""
 
     fresh_pids: bool
@@ -71,7 +68,7 @@ def keep(channel: Channel, order: KeeperOrder) -> NoReturn:
     try:
         status = _Keeper(channel, order).main()
     except BaseException:  # noqa: BLE001 - above is the supervisor's code, which is not for this process.
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # It prints, and takes nothing that has to be loaded.
     finally:
         sys.stderr.flush()
         os._exit(status)

@@ -266,7 +266,12 @@ class Supervisor:
         """Return what is alive below the supervisor, parents first, without the keeper.
 
         CRIU is among it while it runs.
+
+        Raises:
+            WorkloadLost: all of it has been ended.
         """
+        with self._changed:
+            self._check_alive()
         found = []
         for pid in processes.descendants(self.keeper_pid):
             inner = processes.inner_pid(pid)
@@ -277,8 +282,14 @@ class Supervisor:
     def root(self, inner_pid: int) -> int | None:
         """Return the restored process right below the keeper that has this id inside, if it lives.
 
-        For after CRIU has ended; the id is that of the snapshot, the one returned is the agent's.
+        For after CRIU has ended and before `release`; the id is that of the snapshot, the one
+        returned is the agent's.
+
+        Raises:
+            WorkloadLost: all of it has been ended.
         """
+        with self._changed:
+            self._check_alive()
         for pid in processes.children(self.keeper_pid):
             state = processes.read_state(pid)
             if state and not state.ended and processes.inner_pid(pid) == inner_pid:
@@ -287,6 +298,8 @@ class Supervisor:
 
     def hold(self, userfaultfd: int) -> None:
         """Let the supervisor keep a duplicate until all processes have ended, or `release`.
+
+        It may be any fd, for instance one that locks the work directory until it is not used.
 
         Returns as soon as it is sure that the supervisor has it or, if it has no room for it, will
         kill everything.

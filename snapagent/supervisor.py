@@ -30,7 +30,8 @@ the keeper      with fresh process ids the kernel ends all of them. Elsewhere th
 criu            its status is told to the agent, which says `kill`
 =============== ==================================================================================
 
-The library is not loaded: it starts in some 20 ms.
+The library is not loaded, nor what takes long to load, such as `dataclasses`: half of the time in
+which it starts would be that.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ import ctypes
 import errno
 import os
 import signal
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from snapagent.linux.cgroups import files_to_join
 
@@ -110,8 +109,7 @@ def detach_mount(path: str) -> None:
     _check(_libc.umount2(os.fsencode(path), MNT_DETACH), f"cannot unmount {path}")
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A process whose namespaces are to be entered, held open: its id cannot come to mean another.
 
     Close both fds when done.

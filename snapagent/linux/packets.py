@@ -10,8 +10,7 @@ import array
 import json
 import os
 import socket
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,13 +27,12 @@ class BadPacketError(Exception):
     """The other end sent what is no message, or one that lacks something."""
 
 
-@dataclass(frozen=True)
-class Packet:
+class Packet(NamedTuple):
     """One message; whoever receives it owns its fds."""
 
     kind: str
-    values: dict[str, object] = field(default_factory=dict)
-    fds: tuple[int, ...] = ()
+    values: dict[str, object]
+    fds: tuple[int, ...]
 
     def text(self, key: str) -> str:
         """Return a value that is a string."""
@@ -111,11 +109,10 @@ class Channel:
                 came are closed again.
         """
         try:
-            data, ancillary, flags, _ = self._socket.recvmsg(
-                PACKET_BYTES_MAX, socket.CMSG_SPACE(FDS_MAX * FD_BYTES), socket.MSG_CMSG_CLOEXEC
-            )
+            data, ancillary, flags, _ = self._receive()
         except ConnectionResetError:
-            return None  # It closed its end with messages of ours unread.
+            # It closed its end with messages of ours unread. What it had sent is still there.
+            data, ancillary, flags, _ = self._receive()
         fds = tuple(fd for level, kind, raw in ancillary for fd in _rights(level, kind, raw))
         try:
             _check_whole(flags)
@@ -124,6 +121,11 @@ class Channel:
             for fd in fds:
                 os.close(fd)
             raise
+
+    def _receive(self) -> tuple[bytes, list[tuple[int, int, bytes]], int, object]:
+        return self._socket.recvmsg(
+            PACKET_BYTES_MAX, socket.CMSG_SPACE(FDS_MAX * FD_BYTES), socket.MSG_CMSG_CLOEXEC
+        )
 
     def shut_down(self) -> None:
         """Let both ends see the end of it, whoever has inherited copies; wakes a receiver."""

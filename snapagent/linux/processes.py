@@ -16,8 +16,7 @@ import resource
 import select
 import signal
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from snapagent.linux.namespaces import namespace_id
 
@@ -127,8 +126,7 @@ def close_all_but(kept: Iterable[int]) -> None:
 # -- what /proc says ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ProcessState:
+class ProcessState(NamedTuple):
     """What the kernel says of a process at one moment."""
 
     pid: int
@@ -291,8 +289,7 @@ def _stop_all(root: int, held: dict[int, int], deadline: float) -> None:
             _send(pidfd, signal.SIGSTOP)
 
 
-@dataclass(frozen=True)
-class Strays:
+class Strays(NamedTuple):
     """What processes are known by when those above them are gone."""
 
     pids: Collection[int]

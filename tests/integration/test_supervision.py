@@ -1,6 +1,5 @@
 """Supervisors with ordinary programs in the place of CRIU: whoever is killed, nothing is left."""
 
-import dataclasses
 import json
 import os
 import secrets
@@ -75,12 +74,17 @@ def work(tmp_path: Path) -> Path:
     return folder
 
 
-def own_namespaces(supervisor: Supervisor) -> set[str]:
-    """Return the namespaces that were made for a supervisor's keeper."""
-    kinds = ("pid", "net", "mnt")
-    ours = {namespaces.namespace_id(os.getpid(), kind) for kind in kinds}
-    its = {namespaces.namespace_id(supervisor.keeper_pid, kind) for kind in kinds}
-    return {name for name in its - ours if name is not None}
+def own_namespaces(supervisor: Supervisor) -> dict[str, int]:
+    """Return the namespaces that were made for a supervisor's keeper, with an fd of each.
+
+    While it is open the kernel gives the namespace's number to no other.
+    """
+    made = {}
+    for kind in ("pid", "net", "mnt"):
+        name = namespaces.namespace_id(supervisor.keeper_pid, kind)
+        if name is not None and name != namespaces.namespace_id(os.getpid(), kind):
+            made[name] = os.open(f"/proc/{supervisor.keeper_pid}/ns/{kind}", os.O_RDONLY)
+    return made
 
 
 # -- told to --------------------------------------------------------------------------------------
@@ -88,7 +92,7 @@ def own_namespaces(supervisor: Supervisor) -> set[str]:
 
 def test_kill_leaves_nothing(place: Place, work: Path, mark: str, tmp_path: Path) -> None:
     supervisor = Supervisor.start(place, work)
-    made = own_namespaces(supervisor) if place.join_pid is None else set()
+    made = own_namespaces(supervisor) if place.join_pid is None else {}
     assert supervisor.run(stubborn_tree(mark)).status == 0
     pids = wait_for_tree(mark)
     assert {process.pid for process in supervisor.processes()} == set(pids)
@@ -96,7 +100,9 @@ def test_kill_leaves_nothing(place: Place, work: Path, mark: str, tmp_path: Path
     assert marked(mark) == []
     assert not work.exists()
     assert tmp_path.exists()
-    assert not made & namespaces_in_use()
+    assert not made.keys() & namespaces_in_use()
+    for fd in made.values():
+        os.close(fd)
     assert has_ended(supervisor.keeper_pid)()
     supervisor.kill("again")
     with pytest.raises(WorkloadLost, match="the test says so"):
@@ -140,6 +146,7 @@ def test_released_tree_lives_on(place: Place, work: Path, mark: str) -> None:
         wait_until(has_ended(keeper), "the keeper's end")
     for pid in marked(mark):
         os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: marked(mark) == [], "the end of the tree")
     wait_until(has_ended(keeper), "the end of the keeper")
 
 
@@ -475,6 +482,23 @@ def test_keeper_killed_in_a_container_with_ids_known(work: Path, tmp_path: Path,
         assert {pid for pid in others if not has_ended(pid)()} == others - {supervisor.keeper_pid}
 
 
+def test_container_ends(work: Path, tmp_path: Path, mark: str) -> None:
+    """Goal: who ends the container ends what is restored into it, and the agent is told."""
+    died = threading.Event()
+    with placeholder_container(tmp_path / "container") as container:
+        supervisor = Supervisor.start(
+            Place(join_pid=container.pid), work, on_death=lambda _: died.set()
+        )
+        supervisor.run(stubborn_tree(mark))
+        wait_for_tree(mark)
+    assert died.wait(END_S_MAX)
+    assert marked(mark) == []
+    assert not work.exists()
+    with pytest.raises(WorkloadLost):
+        supervisor.processes()
+    supervisor.kill("it is gone")
+
+
 def test_both_killed(place: Place, work: Path, mark: str) -> None:
     """Goal: when supervisor and keeper are killed at once, the agent ends what they leave."""
     died = threading.Event()
@@ -483,7 +507,7 @@ def test_both_killed(place: Place, work: Path, mark: str) -> None:
         pids = wait_for_tree(mark)
         known = {processes.inner_pid(pid) or 0 for pid in pids}
         assert supervisor._strays is not None
-        supervisor._strays = dataclasses.replace(supervisor._strays, pids=known)
+        supervisor._strays = supervisor._strays._replace(pids=known)
         os.kill(supervisor.pid, signal.SIGSTOP)
         os.kill(supervisor.keeper_pid, signal.SIGKILL)
         os.kill(supervisor.pid, signal.SIGKILL)

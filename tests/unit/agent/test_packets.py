@@ -67,8 +67,13 @@ def test_end_of_the_other_side(pair: Pair) -> None:
 
 
 def test_end_with_unread_messages(pair: Pair) -> None:
+    """Goal: what was sent before the end is received, though the socket was reset."""
     pair[1].send("unread", {})
+    pair[0].send("last", {})
     pair[0].close()
+    packet = pair[1].receive()
+    assert packet is not None
+    assert packet.kind == "last"
     assert pair[1].receive() is None
 
 

@@ -2,6 +2,7 @@
 
 # ruff: noqa: S603 - it runs the shells and interpreters that are named here.
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -28,9 +29,9 @@ def shell() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["/bin/bash", "-c", script], start_new_session=True) as process:
         wait_until(lambda: len(processes.descendants(process.pid)) == 3, "its children")
         yield process
-        for pid in processes.descendants(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.kill()
+        # By their session, since they are orphans where the test has ended their parent.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_parents_come_first(shell: subprocess.Popen[bytes]) -> None:
