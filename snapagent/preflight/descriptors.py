@@ -74,11 +74,13 @@ class OpenThings:
                     "the restored process finds that end closed; let it write to a file instead",
                 )
         for path, where in self._terminals.items():
-            if not (self._has_master or self._conditions.shell_job):
-                self._found.block(
+            if not self._has_master:
+                self._found.add(
                     "terminal",
                     f"{where} is the terminal {path}, which belongs to somebody outside the tree",
-                    "start the process with setsid and its streams in files, or use --shell-job",
+                    "start it with its streams elsewhere (`setsid PROGRAM </dev/null >LOG 2>&1`): "
+                    "a restore has no terminal to give it",
+                    blocking=not self._conditions.terminal,
                 )
 
     # -- descriptors --------------------------------------------------------------------------
@@ -162,7 +164,7 @@ class OpenThings:
             self._found.add(
                 "file-renamed-away",
                 f"{where} is {link.removesuffix(_DELETED)}, which has no such name any more",
-                "capture with --link-remap, which makes a new name beside it",
+                "let CRIU make a new name beside it (its option --link-remap)",
                 blocking=not self._conditions.link_remap,
             )
 
@@ -173,7 +175,7 @@ class OpenThings:
             self._found.block(
                 "removed-file",
                 f"{where} is {path}, which was removed and has {format_bytes(size)}",
-                f"raise the limit for such files, {format_bytes(limit)}, with --ghost-limit",
+                f"close or shrink it: at most {format_bytes(limit)} go into the images",
             )
 
     def _locks(self, fdinfo: str, link: str, where: str) -> None:
@@ -181,7 +183,9 @@ class OpenThings:
             return
         if any(line.startswith("lock:") for line in read_text(fdinfo).splitlines()):
             self._found.block(
-                "file-lock", f"{where} holds a lock on {link}", "capture with --file-locks"
+                "file-lock",
+                f"{where} holds a lock on {link}",
+                "let CRIU capture locks (its option --file-locks)",
             )
 
     # -- mappings -----------------------------------------------------------------------------

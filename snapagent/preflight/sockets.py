@@ -216,14 +216,14 @@ def _check_connections(
             found.block(
                 "tcp-connection",
                 f"{one.where} is a TCP connection{_between(one)}",
-                "capture with --tcp keep to keep it, or with --tcp close to drop it",
+                "close it, or let connections be kept or dropped",
             )
         return
     if conditions.tcp == "keep" and facts is not None and not facts.can_lock_by_nftables:
         found.block(
             "network-lock",
             f"this CRIU was built without nftables, and there are {len(connected)} TCP connections",
-            "use a CRIU that has it, or capture with --tcp close",
+            "use a CRIU that has it, or end the connections first",
         )
     inside = {one.source for one in connected}
     for one in connected:
@@ -259,7 +259,7 @@ def _check_peers(
             "unix-outside",
             f"{one.where} is a unix socket connected to outside of the tree (inode {peer})",
             "capture the process at the other end too (a parent of both), or close the connection"
-            + (", or allow it with --external-unix" if is_datagram else ""),
+            + (", or let CRIU take it as external (--ext-unix-sk)" if is_datagram else ""),
             blocking=not (is_datagram and conditions.external_unix),
         )
 

@@ -16,9 +16,11 @@ from snapagent.errors import PreflightFailed
 from snapagent.preflight import (
     CaptureConditions,
     Obstacle,
+    check_images,
     check_process,
     obstacles_json,
     probe_criu,
+    read_images,
     require,
 )
 from snapstore.units import MIB
@@ -149,6 +151,10 @@ def test_what_criu_cannot_capture_is_said_before(
         assert not dumps(criu, process.pid, home, "--file-locks")
 
 
+def contents(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
 # -- what leads out of the tree ---------------------------------------------------------------
 
 
@@ -193,8 +199,15 @@ def test_a_terminal_of_somebody_else(criu: Criu, conditions: CaptureConditions, 
     master, slave = pty.openpty()
     try:
         with process_that("", home, stdin=slave) as process:
-            assert blocking(check_process(process.pid, conditions)) == {"terminal"}
-            assert not dumps(criu, process.pid, home)
+            job = dataclasses.replace(conditions, shell_job=True)
+            assert blocking(check_process(process.pid, job)) == {"terminal"}
+            accepted = dataclasses.replace(job, terminal=True)
+            assert blocking(check_process(process.pid, accepted)) == set()
+            # CRIU captures it only for somebody who restores it from a terminal.
+            assert dumps(criu, process.pid, home, "--shell-job")
+            images = home.parent / "images"
+            found = check_images(read_images(lambda name: contents(images / name)), {})
+            assert "terminal" in blocking(found)
     finally:
         os.close(master)
         os.close(slave)
@@ -359,6 +372,7 @@ def test_criu_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert probe_criu(program, cache).version == (4, 20, 3)
 
 
+@pytest.mark.slow
 def test_missing_capabilities_are_named():
     """Goal: who runs without privileges learns which are missing.
 
