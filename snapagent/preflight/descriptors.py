@@ -50,7 +50,8 @@ class OpenThings:
         self._pipe_places: dict[str, str] = {}
         self._terminals: dict[str, str] = {}
         self._has_master = False
-        self._mounts: dict[str, set[str]] = {}
+        self._files: set[tuple[int, int, int, str]] = set()
+        self._mounts: dict[int, set[str]] = {}
 
     @property
     def sockets(self) -> list[FoundSocket]:
@@ -147,8 +148,11 @@ class OpenThings:
                 "device", f"{where} is the device {link}", "close it before the capture"
             )
         elif stat.S_ISREG(found.st_mode):
-            if link.startswith(("/memfd:", "/proc/")):
+            key = (task.pid, found.st_dev, found.st_ino, link)
+            is_known = key in self._files and self._conditions.file_locks
+            if is_known or link.startswith(("/memfd:", "/proc/")):
                 return
+            self._files.add(key)
             fdinfo = read_text(f"/proc/{task.pid}/fdinfo/{fd}").splitlines()
             if self._is_mounted(task.pid, fdinfo):
                 self._file(found, link, where)
@@ -197,12 +201,11 @@ class OpenThings:
             )
 
     def _is_mounted(self, pid: int, fdinfo: Sequence[str]) -> bool:
-        namespace = namespace_of(pid, "mnt")
-        if namespace not in self._mounts:
+        if pid not in self._mounts:
             lines = read_text(f"/proc/{pid}/mountinfo").splitlines()
-            self._mounts[namespace] = {line.split(maxsplit=1)[0] for line in lines}
+            self._mounts[pid] = {line.split(maxsplit=1)[0] for line in lines}
         mounts = (line.split()[1] for line in fdinfo if line.startswith("mnt_id:"))
-        return all(mount in self._mounts[namespace] for mount in mounts)
+        return all(mount in self._mounts[pid] for mount in mounts)
 
     def _locks(self, fdinfo: Sequence[str], link: str, where: str) -> None:
         if self._conditions.file_locks:
