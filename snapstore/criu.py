@@ -18,6 +18,7 @@ from snapstore.source.criu_files import (
     OpenFiles,
     RegularFile,
     TcpState,
+    Terminal,
     UnixSocket,
     WorkingDirectory,
     mapped_files,
@@ -28,6 +29,7 @@ from snapstore.source.criu_files import (
     parse_memfd,
     parse_open_files,
     parse_remaps,
+    parse_tty_info,
 )
 from snapstore.source.criu_images import (
     Core,
@@ -75,6 +77,7 @@ __all__ = [
     "TaskIds",
     "TaskState",
     "TcpState",
+    "Terminal",
     "UnixSocket",
     "VmaStatus",
     "Vmas",
@@ -98,4 +101,5 @@ __all__ = [
     "parse_pstree",
     "parse_remaps",
     "parse_restore_stats",
+    "parse_tty_info",
 ]

@@ -364,6 +364,15 @@ TARGETS: dict[str, Target] = {
         run=criu_files.parse_memfd,
         seeds=(_image(criu_files.MAGIC_MEMFD, _message((1, b"shm"), (4, 4096), (5, 7), (7, 1))),),
     ),
+    "criu-tty-info": Target(
+        run=criu_files.parse_tty_info,
+        seeds=(
+            _image(
+                criu_files.MAGIC_TTY_INFO,
+                _message((1, 1), (2, 1), (8, 0x8803), (12, _message((1, 3)))),
+            ),
+        ),
+    ),
     "criu-ghost-file": Target(
         run=criu_files.parse_ghost_file,
         seeds=(_image(criu_files.MAGIC_GHOST_FILE, _message((3, 0o100600), (10, 5))),),

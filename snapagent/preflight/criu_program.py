@@ -28,7 +28,7 @@ CACHE_BYTES_MAX: Final = 1 << 16
 _VERSION = re.compile(r"Version: (\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?")
 _HOW_TO_INSTALL: Final = (
     "install CRIU 4.2 or newer (package `criu` of Debian testing; for older systems, "
-    "tools/install_criu.sh puts one into a folder of its own), and name it with --criu"
+    "tools/install_criu.sh puts one into a folder of its own), and name it in $SNAPAGENT_CRIU"
 )
 
 _known: dict[tuple[object, ...], CriuFacts] = {}

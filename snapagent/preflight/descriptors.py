@@ -14,6 +14,8 @@ from snapagent.preflight.sockets import FoundSocket, look_at_socket
 from snapstore.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from snapagent.preflight.obstacles import Obstacles
     from snapagent.preflight.options import CaptureConditions
     from snapagent.preflight.procfs import Task
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenThings"]
 
 # What follows `anon_inode:` of descriptors that CRIU captures.
-_ANON_KNOWN: Final = frozenset({"eventfd", "eventpoll", "signalfd", "timerfd", "pidfd", "bpf-map"})
+_ANON_KNOWN: Final = frozenset({"eventfd", "eventpoll", "signalfd", "timerfd", "pidfd"})
 _ANON_NOTIFY: Final = frozenset({"inotify", "fanotify"})
 # Memory devices, from `/dev/null` to `/dev/kmsg`; terminals of all kinds; then tun and autofs.
 _PLAIN_MAJORS: Final = frozenset({1, 4, 5, 188, 204})
@@ -48,6 +50,8 @@ class OpenThings:
         self._pipe_places: dict[str, str] = {}
         self._terminals: dict[str, str] = {}
         self._has_master = False
+        self._files: set[tuple[int, int, int, str]] = set()
+        self._mounts: dict[int, set[str]] = {}
 
     @property
     def sockets(self) -> list[FoundSocket]:
@@ -74,11 +78,13 @@ class OpenThings:
                     "the restored process finds that end closed; let it write to a file instead",
                 )
         for path, where in self._terminals.items():
-            if not (self._has_master or self._conditions.shell_job):
-                self._found.block(
+            if not self._has_master:
+                self._found.add(
                     "terminal",
                     f"{where} is the terminal {path}, which belongs to somebody outside the tree",
-                    "start the process with setsid and its streams in files, or use --shell-job",
+                    "start it with its streams elsewhere (`setsid PROGRAM </dev/null >LOG 2>&1`): "
+                    "a restore has no terminal to give it",
+                    blocking=not self._conditions.terminal,
                 )
 
     # -- descriptors --------------------------------------------------------------------------
@@ -113,6 +119,12 @@ class OpenThings:
                 "turn it off in the program (for libuv UV_USE_IO_URING=0), or set the sysctl "
                 "kernel.io_uring_disabled to 2 before it starts: CRIU cannot capture one",
             )
+        elif kind == "bpf-map":
+            self._found.warn(
+                "bpf-map",
+                f"{where} is a BPF map",
+                "CRIU captures it only if it was built with libbpf",
+            )
         elif kind in _ANON_NOTIFY:
             self._found.warn(
                 f"{kind}-watch",
@@ -136,8 +148,22 @@ class OpenThings:
                 "device", f"{where} is the device {link}", "close it before the capture"
             )
         elif stat.S_ISREG(found.st_mode):
-            self._file(found, link, where)
-            self._locks(f"/proc/{task.pid}/fdinfo/{fd}", link, where)
+            key = (task.pid, found.st_dev, found.st_ino, link)
+            is_known = key in self._files and self._conditions.file_locks
+            if is_known or link.startswith(("/memfd:", "/proc/")):
+                return
+            self._files.add(key)
+            fdinfo = read_text(f"/proc/{task.pid}/fdinfo/{fd}").splitlines()
+            if self._is_mounted(task.pid, fdinfo):
+                self._file(found, link, where)
+                self._locks(fdinfo, link, where)
+            else:
+                self._found.block(
+                    "mount-unknown",
+                    f"{where} is {link}, on a file system that is not mounted for the process",
+                    "close it before the capture: it may be a message queue, secret memory, a file "
+                    "from another mount namespace, or on what was unmounted",
+                )
 
     def _device(self, rdev: int, link: str, where: str) -> None:
         number = (os.major(rdev), os.minor(rdev))
@@ -154,15 +180,13 @@ class OpenThings:
         self._found.block("device", f"{where} is the device {link}", _device_remedy(link))
 
     def _file(self, found: os.stat_result, link: str, where: str) -> None:
-        if link.startswith(("/memfd:", "/proc/")):
-            return
         if found.st_nlink == 0:
             self._removed(found, link.removesuffix(_DELETED), where)
         elif link.endswith(_DELETED) or _SILLY_NAME.search(link):
             self._found.add(
                 "file-renamed-away",
                 f"{where} is {link.removesuffix(_DELETED)}, which has no such name any more",
-                "capture with --link-remap, which makes a new name beside it",
+                "let CRIU make a new name beside it (its option --link-remap)",
                 blocking=not self._conditions.link_remap,
             )
 
@@ -173,15 +197,24 @@ class OpenThings:
             self._found.block(
                 "removed-file",
                 f"{where} is {path}, which was removed and has {format_bytes(size)}",
-                f"raise the limit for such files, {format_bytes(limit)}, with --ghost-limit",
+                f"close or shrink it: at most {format_bytes(limit)} go into the images",
             )
 
-    def _locks(self, fdinfo: str, link: str, where: str) -> None:
+    def _is_mounted(self, pid: int, fdinfo: Sequence[str]) -> bool:
+        if pid not in self._mounts:
+            lines = read_text(f"/proc/{pid}/mountinfo").splitlines()
+            self._mounts[pid] = {line.split(maxsplit=1)[0] for line in lines}
+        mounts = (line.split()[1] for line in fdinfo if line.startswith("mnt_id:"))
+        return all(mount in self._mounts[pid] for mount in mounts)
+
+    def _locks(self, fdinfo: Sequence[str], link: str, where: str) -> None:
         if self._conditions.file_locks:
             return
-        if any(line.startswith("lock:") for line in read_text(fdinfo).splitlines()):
+        if any(line.startswith("lock:") for line in fdinfo):
             self._found.block(
-                "file-lock", f"{where} holds a lock on {link}", "capture with --file-locks"
+                "file-lock",
+                f"{where} holds a lock on {link}",
+                "let CRIU capture locks (its option --file-locks)",
             )
 
     # -- mappings -----------------------------------------------------------------------------
@@ -203,11 +236,11 @@ class OpenThings:
         if path.startswith("anon_inode:"):
             self._anonymous(path.removeprefix("anon_inode:").strip("[]"), where)
         elif path.startswith("/SYSV"):
-            if namespace_of(task.pid, "ipc") == namespace_of("self", "ipc"):
+            if _has_criu_inside(task.pid):
                 self._found.block(
                     "sysv-memory",
-                    f"{where} is System V shared memory, in the IPC namespace of the agent",
-                    "run the process in an IPC namespace of its own (`unshare --ipc`)",
+                    f"{where} is System V shared memory, in an IPC namespace that CRIU shares",
+                    "start it with `unshare --ipc`, and otherwise in the namespaces of the agent",
                 )
         elif path == "[uprobes]":
             self._found.block(
@@ -230,6 +263,17 @@ class OpenThings:
                 f"{where} is of {path.removesuffix(_DELETED)}, which was removed or replaced",
                 "its old content goes into the images; restart the process after an upgrade",
             )
+
+
+def _has_criu_inside(pid: int) -> bool:
+    """Whether CRIU captures from within the IPC namespace of a process, and so not that itself.
+
+    It enters all namespaces of a process that has mounts, a network or ids of its own.
+    """
+    is_elsewhere = any(
+        namespace_of(pid, kind) != namespace_of("self", kind) for kind in ("mnt", "net", "pid")
+    )
+    return is_elsewhere or namespace_of(pid, "ipc") == namespace_of("self", "ipc")
 
 
 def _device_remedy(path: str) -> str:

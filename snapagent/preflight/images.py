@@ -14,6 +14,7 @@ from snapstore.criu import (
     PageFlag,
     Process,
     TaskIds,
+    Terminal,
     VmaStatus,
     WorkingDirectory,
     own_namespaces,
@@ -26,6 +27,7 @@ from snapstore.criu import (
     parse_pagemap,
     parse_pstree,
     parse_remaps,
+    parse_tty_info,
 )
 from snapstore.units import MIB, PAGE_BYTES
 
@@ -50,6 +52,7 @@ class Images:
         private_bytes: Of all address spaces, what the images have or are filled from.
         shared_bytes: Likewise of shared memory, which is loaded before the start.
         own_namespaces: Kinds of namespaces that a restore creates anew.
+        terminals: Numbers of pseudo terminals whose other end is not in the dump.
         removed: Ids of files that had no name any more; CRIU recreates them.
     """
 
@@ -60,6 +63,7 @@ class Images:
     memories: dict[int, Memory]
     directories: dict[int, WorkingDirectory]
     files: OpenFiles
+    terminals: frozenset[int]
     removed: frozenset[int]
     private_bytes: int
     shared_bytes: int
@@ -126,6 +130,7 @@ def read_images(read: Callable[[str], bytes | None]) -> Images:
         memories=memories,
         directories=_of_each(processes, read, "fs", parse_fs),
         files=files,
+        terminals=_terminals_of_others(_parsed(read, "tty-info.img", parse_tty_info) or ()),
         removed=frozenset(_parsed(read, "remap-fpath.img", parse_remaps) or ()),
         private_bytes=sum(kept) * PAGE_BYTES,
         shared_bytes=_shared_bytes(read, memories.values()),
@@ -152,6 +157,11 @@ def _of_each(
         if value is not None:
             found[process.pid] = value
     return found
+
+
+def _terminals_of_others(terminals: tuple[Terminal, ...]) -> frozenset[int]:
+    fed = {one.pty for one in terminals if one.is_master}
+    return frozenset(one.pty for one in terminals if one.pty is not None and one.pty not in fed)
 
 
 def _shared_bytes(read: Callable[[str], bytes | None], memories: Iterable[Memory]) -> int:

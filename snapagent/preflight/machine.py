@@ -103,7 +103,7 @@ def check_userfaultfd(found: Obstacles) -> None:
         return
     reason = errno.errorcode.get(number, str(number))
     if number == errno.ENOSYS:
-        remedy = "use a kernel with CONFIG_USERFAULTFD, or restore with --eager"
+        remedy = "use a kernel with CONFIG_USERFAULTFD"
     else:
         remedy = (
             "give the agent CAP_SYS_PTRACE, allow the call in its seccomp profile, or set the "

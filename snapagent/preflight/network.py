@@ -54,7 +54,7 @@ def check_network(
                 "tcp-outside",
                 f"the captured connection {_text(one)} is with somebody outside of the snapshot",
                 "it lives on only if the peer still waits and this address is reachable for it; "
-                "otherwise restore with --tcp close",
+                "otherwise the process finds it broken, as after a failure of the network",
             )
     wanted = sorted(
         {
@@ -86,7 +86,7 @@ def _check_fresh(found: Obstacles, wanted: Sequence[str], addresses: Sequence[st
             found.block(
                 "address-missing",
                 f"the fresh network is not given the address {address}, which sockets are bound to",
-                f"add it: --address {address}",
+                "give it to that network",
             )
 
 

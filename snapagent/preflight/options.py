@@ -22,7 +22,9 @@ class CaptureConditions:
         stop: Whether the process ends with the capture.
         file_locks: Whether held file locks are captured.
         link_remap: Whether CRIU may link files that lost one of their names to a new one.
-        shell_job: Whether a terminal, a session or a group from outside is accepted.
+        shell_job: Whether a session or a group from outside is accepted.
+        terminal: Whether a terminal from outside is accepted; the snapshot can then be restored
+            only by CRIU itself, from a terminal.
         external_unix: Whether datagram unix sockets to the outside are accepted.
         ghost_bytes_max: How large a removed file may be that CRIU puts into the images.
         memory_bytes_max: How much memory the tree may have; by default, any amount.
@@ -36,6 +38,7 @@ class CaptureConditions:
     file_locks: bool = True
     link_remap: bool = True
     shell_job: bool = False
+    terminal: bool = False
     external_unix: bool = False
     ghost_bytes_max: int = MIB
     memory_bytes_max: int | None = None

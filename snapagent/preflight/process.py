@@ -95,7 +95,7 @@ def _check_tree(found: Obstacles, tasks: Sequence[Task], conditions: CaptureCond
                 "session-outside",
                 f"{task.title} is in the session of process {task.session} "
                 f"({process_name(task.session)}), which is outside of the tree",
-                "start it with `setsid`, or capture and restore with --shell-job",
+                "start it with `setsid`, or let CRIU take such processes (its option --shell-job)",
                 blocking=not conditions.shell_job,
             )
             break

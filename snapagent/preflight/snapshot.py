@@ -98,6 +98,13 @@ def check_images(
             "start the placeholder first, and give its id as this pid namespace shows it",
         )
         return found.result()
+    for pty in sorted(images.terminals):
+        found.block(
+            "terminal",
+            f"it has the terminal /dev/pts/{pty} open, which belonged to somebody else",
+            "capture it anew, started with its streams elsewhere; or pull the snapshot, and "
+            "restore it with `criu restore --shell-job` from a terminal",
+        )
     _check_pids(found, images, place)
     if "mnt" in images.own_namespaces:
         found.warn(
@@ -112,7 +119,7 @@ def check_images(
         found.block(
             "network-lock",
             "this CRIU was built without nftables, and the snapshot has TCP connections",
-            "use a CRIU that has it, or restore with --tcp close",
+            "use a CRIU that has it",
         )
     check_network(found, images, place, conditions)
     _check_lsm(found, images)

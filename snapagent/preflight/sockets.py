@@ -35,6 +35,10 @@ _TCP_CLOSE: Final = 7
 _TCP_LISTEN: Final = 10
 _TCP_UNKNOWN: Final = frozenset({3, 6, 12})  # SYN_RECV, TIME_WAIT, NEW_SYN_RECV
 
+# Where `struct tcp_info` has what is not yet acknowledged, or accepted where it listens.
+_TCP_INFO_UNACKED: Final = 24
+_TCP_INFO_BYTES: Final = 28
+
 _FAMILIES: Final = {
     1: "unix",
     2: "inet",
@@ -76,6 +80,7 @@ class FoundSocket:
         source: What it is bound to, as `host:port`.
         peer: What it is connected to.
         has_data: Whether there is something to read.
+        waiting: How many connections a listening socket has that nobody has accepted.
     """
 
     inode: int
@@ -88,6 +93,7 @@ class FoundSocket:
     source: tuple[str, int] | None = None
     peer: tuple[str, int] | None = None
     has_data: bool = False
+    waiting: int = 0
 
     @property
     def is_tcp(self) -> bool:
@@ -134,12 +140,14 @@ def _ask(copy: int, pid: int, inode: int, where: str) -> FoundSocket:
         if family == "netlink":
             return dataclasses.replace(found, has_data=bool(select.select([copy], [], [], 0)[0]))
         if found.is_tcp and found.protocol == socket.IPPROTO_TCP:
-            info = asked.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
+            info = asked.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            (waiting,) = struct.unpack_from("=I", info, _TCP_INFO_UNACKED)
             return dataclasses.replace(
                 found,
                 state=info[0],
                 source=_address(asked.getsockname()),
                 peer=_address(asked.getpeername()) if info[0] == _TCP_ESTABLISHED else None,
+                waiting=waiting if info[0] == _TCP_LISTEN else 0,
             )
         return found
     finally:
@@ -196,6 +204,12 @@ def _check_inet(found: Obstacles, one: FoundSocket) -> None:
             f"{one.where} is a socket of {name}",
             f"end what uses it before the capture: CRIU knows no such sockets{hint}",
         )
+    elif one.waiting:
+        found.block(
+            "tcp-waiting",
+            f"{one.where} has {one.waiting} connections that the program has not accepted",
+            "try again: CRIU captures no such connections",
+        )
     elif one.is_tcp and one.state in _TCP_UNKNOWN:
         found.block("tcp-state", f"{one.where} is a connection that is just beginning", "try again")
 
@@ -216,14 +230,14 @@ def _check_connections(
             found.block(
                 "tcp-connection",
                 f"{one.where} is a TCP connection{_between(one)}",
-                "capture with --tcp keep to keep it, or with --tcp close to drop it",
+                "close it, or let connections be kept or dropped",
             )
         return
     if conditions.tcp == "keep" and facts is not None and not facts.can_lock_by_nftables:
         found.block(
             "network-lock",
             f"this CRIU was built without nftables, and there are {len(connected)} TCP connections",
-            "use a CRIU that has it, or capture with --tcp close",
+            "use a CRIU that has it, or end the connections first",
         )
     inside = {one.source for one in connected}
     for one in connected:
@@ -259,7 +273,7 @@ def _check_peers(
             "unix-outside",
             f"{one.where} is a unix socket connected to outside of the tree (inode {peer})",
             "capture the process at the other end too (a parent of both), or close the connection"
-            + (", or allow it with --external-unix" if is_datagram else ""),
+            + (", or let CRIU take it as external (--ext-unix-sk)" if is_datagram else ""),
             blocking=not (is_datagram and conditions.external_unix),
         )
 

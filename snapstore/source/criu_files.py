@@ -29,6 +29,7 @@ __all__ = [
     "OpenFiles",
     "RegularFile",
     "TcpState",
+    "Terminal",
     "UnixSocket",
     "WorkingDirectory",
     "mapped_files",
@@ -39,6 +40,7 @@ __all__ = [
     "parse_memfd",
     "parse_open_files",
     "parse_remaps",
+    "parse_tty_info",
 ]
 
 MAGIC_FILES = 0x56303138
@@ -48,6 +50,7 @@ MAGIC_FS = 0x51403912
 MAGIC_REMAPS = 0x59133954
 MAGIC_GHOST_FILE = 0x52583605
 MAGIC_MEMFD = 0x48453499
+MAGIC_TTY_INFO = 0x59453036
 
 # Far above what a machine has open, and low enough for the memory of the reader.
 FILES_MAX = 1 << 20
@@ -82,6 +85,8 @@ _KINDS = {
 }
 _REMAPS = {0: "linked", 1: "ghost", 2: "procfs"}
 _USK_EXTERN = 1
+_TTY_PTY = 1
+_PTMX = (5, 2)
 
 
 class _FileField:
@@ -119,6 +124,10 @@ class _FsField:
 
 class _RemapField:
     ORIGINAL_ID, TYPE = 1, 3
+
+
+class _TerminalField:
+    ID, TYPE, DEVICE, PTY = 1, 2, 8, 12
 
 
 class _GhostField:
@@ -271,6 +280,20 @@ class GhostFile:
 
     mode: int
     size_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terminal:
+    """One entry of `tty-info.img`: one end of a terminal that some process has open.
+
+    Attributes:
+        pty: The number of the pseudo terminal; none if it is a terminal of another kind.
+        is_master: Whether it is the end that feeds the pseudo terminal.
+    """
+
+    terminal_id: int
+    pty: int | None
+    is_master: bool
 
 
 def parse_files(data: bytes, name: str = "files.img") -> dict[int, RegularFile]:
@@ -559,3 +582,27 @@ def parse_ghost_file(data: bytes, name: str = "ghost-file.img") -> GhostFile:
     numbers = _numbers(reader, start, end)
     _need(reader, start, numbers, _GhostField.MODE)
     return GhostFile(numbers[_GhostField.MODE], numbers.get(_GhostField.SIZE))
+
+
+def parse_tty_info(data: bytes, name: str = "tty-info.img") -> tuple[Terminal, ...]:
+    """Read `tty-info.img`.
+
+    Raises:
+        FormatError: It is no such image, or cut short, or larger than any real one.
+    """
+    reader = ImageReader(data, name)
+    reader.expect(MAGIC_TTY_INFO)
+    found: list[Terminal] = []
+    for start, end in reader.entries():
+        numbers, pty = _numbers(reader, start, end), None
+        _need(reader, start, numbers, _TerminalField.ID, _TerminalField.TYPE, _TerminalField.DEVICE)
+        for field in reader.fields(start, end):
+            if field.number == _TerminalField.PTY and numbers[_TerminalField.TYPE] == _TTY_PTY:
+                pty = _numbers(reader, *reader.span(field)).get(1)
+        if len(found) == FILES_MAX:
+            raise LimitExceeded(f"{name}: more than {FILES_MAX} terminals")
+        device = numbers[_TerminalField.DEVICE]
+        # As the kernel packs the two numbers of a device into 32 bits.
+        number = (device >> 8 & 0xFFF, device & 0xFF | device >> 12 & 0xFFF00)
+        found.append(Terminal(numbers[_TerminalField.ID], pty, number == _PTMX))
+    return tuple(found)

@@ -16,9 +16,11 @@ from snapagent.errors import PreflightFailed
 from snapagent.preflight import (
     CaptureConditions,
     Obstacle,
+    check_images,
     check_process,
     obstacles_json,
     probe_criu,
+    read_images,
     require,
 )
 from snapstore.units import MIB
@@ -45,6 +47,20 @@ HARMLESS = {
     " os.unlink('removed')",
     "file-lock": "import fcntl; keep = open('lock', 'wb'); fcntl.flock(keep, fcntl.LOCK_EX)",
     "netlink": "keep = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); keep.bind((0, 0))",
+    "packet": "keep = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)",
+    "raw": "keep = socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
+    "closed-peer": "keep, other = socket.socketpair(); other.close()",
+    "lease": "import fcntl; keep = open('lease', 'w+'); fcntl.fcntl(keep, 1024, 1)",
+    "no-directory": "os.mkdir('sub'); os.chdir('sub'); os.rmdir('../sub')",
+    "own-status": "keep = open('/proc/self/status')",
+    "dead-child": "if os.fork() == 0:\n    os._exit(0)",
+    "own-network": CTYPES + "if libc.unshare(0x40000000): " + REFUSED,
+    "own-system-v-memory": CTYPES
+    + "if libc.unshare(0x08000000): "
+    + REFUSED
+    + "\n"
+    + "libc.shmat.restype = ctypes.c_void_p\n"
+    + "key = libc.shmget(0, 4096, 0o1600)\nlibc.shmat(key, None, 0)",
     "own-terminal": "import pty; keep = pty.openpty()",
     "children": "import signal\nfor _ in range(3):\n    if os.fork() == 0:\n"
     "        os.close(ready); os.close(life); signal.pause()",
@@ -68,6 +84,24 @@ OBSTACLES = {
         ),
         "netlink-data",
     ),
+    "waiting-connection": (
+        "a = socket.create_server(('127.0.0.1', 0)); b = socket.create_connection(a.getsockname())",
+        "tcp-waiting",
+    ),
+    "message-queue": (
+        CTYPES + "rt = ctypes.CDLL('librt.so.1', use_errno=True)\n"
+        "name = b'/preflight-%d' % os.getpid()\n"
+        "if rt.mq_open(name, 0o102, 0o600, None) < 0: " + REFUSED + "\nrt.mq_unlink(name)",
+        "mount-unknown",
+    ),
+    "secret-memory": (CTYPES + "if libc.syscall(447, 0) < 0: " + REFUSED, "mount-unknown"),
+    "perf-event": (
+        CTYPES + "import struct\n"
+        "event = ctypes.create_string_buffer(struct.pack('II', 1, 128) + bytes(120))\n"
+        "if libc.syscall(298, event, 0, -1, -1, 0) < 0: " + REFUSED,
+        "descriptor-kind",
+    ),
+    "block-device": ("keep = open('/dev/loop0', 'rb')", "device"),
     "fuse": ("keep = open('/dev/fuse', 'rb')", "device"),
     "kvm": ("keep = open('/dev/kvm', 'rb')", "device"),
     "large-removed-file": (
@@ -149,6 +183,10 @@ def test_what_criu_cannot_capture_is_said_before(
         assert not dumps(criu, process.pid, home, "--file-locks")
 
 
+def contents(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
 # -- what leads out of the tree ---------------------------------------------------------------
 
 
@@ -193,8 +231,15 @@ def test_a_terminal_of_somebody_else(criu: Criu, conditions: CaptureConditions, 
     master, slave = pty.openpty()
     try:
         with process_that("", home, stdin=slave) as process:
-            assert blocking(check_process(process.pid, conditions)) == {"terminal"}
-            assert not dumps(criu, process.pid, home)
+            job = dataclasses.replace(conditions, shell_job=True)
+            assert blocking(check_process(process.pid, job)) == {"terminal"}
+            accepted = dataclasses.replace(job, terminal=True)
+            assert blocking(check_process(process.pid, accepted)) == set()
+            # CRIU captures it only for somebody who restores it from a terminal.
+            assert dumps(criu, process.pid, home, "--shell-job")
+            images = home.parent / "images"
+            found = check_images(read_images(lambda name: contents(images / name)), {})
+            assert "terminal" in blocking(found)
     finally:
         os.close(master)
         os.close(slave)
@@ -359,6 +404,7 @@ def test_criu_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert probe_criu(program, cache).version == (4, 20, 3)
 
 
+@pytest.mark.slow
 def test_missing_capabilities_are_named():
     """Goal: who runs without privileges learns which are missing.
 

@@ -36,6 +36,9 @@ from snapstore.criu import InetSocket, RegularFile, UnixSocket
 from tests.support.obstructed import process_that
 from tools.live_process import Criu, CriuFailedError
 
+# Each needs a real dump.
+pytestmark = pytest.mark.slow
+
 BODY = """
 import mmap
 libs = []
@@ -176,7 +179,6 @@ def longer(home: Path) -> None:
         file.write(b"more")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "codes", "name"),
     [
@@ -212,7 +214,6 @@ def test_a_changed_file_is_named_before_criu_starts(
         assert not restores(criu, dumped)
 
 
-@pytest.mark.slow
 def test_a_longer_log_is_no_obstacle(criu: Criu, conditions: RestoreConditions, tmp_path: Path):
     with dumped_process(criu, tmp_path) as dumped:
         (dumped.home / "log").write_bytes(b"another line\n")
@@ -265,7 +266,6 @@ def test_odd_names_do_no_harm(dumped: Dumped, conditions: RestoreConditions, nam
 # -- process ids ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_ids_that_are_taken_are_named(criu: Criu, conditions: RestoreConditions, tmp_path: Path):
     home, folder = tmp_path / "home", tmp_path / "images"
     home.mkdir()

@@ -86,6 +86,7 @@ def test_an_entry_is_running_as_long_as_its_process(tmp_path: Path):
     assert found.duration_s is None
 
 
+@pytest.mark.slow
 def test_the_newest_entries_are_kept(tmp_path: Path):
     path = tmp_path / "history.jsonl"
     history = History(path, entries_max=20)
@@ -99,6 +100,7 @@ def test_the_newest_entries_are_kept(tmp_path: Path):
     assert {one.name for one in tmp_path.iterdir()} == {"history.jsonl", "history.jsonl.lock"}
 
 
+@pytest.mark.slow
 def test_the_file_is_bounded_whatever_is_told(tmp_path: Path):
     path = tmp_path / "history.jsonl"
     history = History(path, bytes_max=64 * 1024)
@@ -135,6 +137,7 @@ def test_what_makes_no_sense_is_left_out(tmp_path: Path, torn: bytes):
     assert read_history(path)[-1].result == "ok"
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200), st.integers(0, 400))
 def test_any_damage_leaves_the_file_readable(data: bytes, at: int):
     folder = Path("/dev/shm")  # noqa: S108 - a file of one process's own

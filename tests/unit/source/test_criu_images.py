@@ -19,6 +19,7 @@ from snapstore.source.criu_files import (
     MappedFile,
     MemfdInode,
     RegularFile,
+    Terminal,
     UnixSocket,
     WorkingDirectory,
     mapped_files,
@@ -29,6 +30,7 @@ from snapstore.source.criu_files import (
     parse_memfd,
     parse_open_files,
     parse_remaps,
+    parse_tty_info,
 )
 from snapstore.source.criu_images import (
     MAGIC_CPUINFO,
@@ -81,11 +83,15 @@ SAMPLES: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         parse_memfd,
         image(criu_files.MAGIC_MEMFD, message((1, b"m"), (4, 4096), (5, 7), (7, 1))),
     ),
+    "tty": (
+        parse_tty_info,
+        image(criu_files.MAGIC_TTY_INFO, message((1, 7), (2, 1), (8, 0x8803), (12, b"\x08\x03"))),
+    ),
     "ghost": (parse_ghost_file, image(criu_files.MAGIC_GHOST_FILE, message((3, 33152), (10, 5)))),
     "ids": (parse_ids, image(criu_images.MAGIC_IDS, message(*((n, n) for n in range(1, 13))))),
     "stats": (parse_dump_stats, builders.image(criu_images.MAGIC_STATS, message((1, b"\x08\x05")))),
 }
-MAY_END_ANYWHERE = {"pagemap", "pstree", "files", "open-files", "fdinfo", "remaps", "memfd"}
+MAY_END_ANYWHERE = {"pagemap", "pstree", "files", "open-files", "fdinfo", "remaps", "memfd", "tty"}
 SAME_IMAGE = {"files": "open-files", "open-files": "files"}
 FOUR_FILES = builders.files(*[(n, "/a", None, None) for n in range(4)])
 
@@ -198,6 +204,13 @@ def test_small_images_about_files():
     linked = message((1, 8), (2, 1), (3, 0))
     assert parse_remaps(SAMPLES["remaps"][1] + entry(linked)) == {5: "ghost", 8: "linked"}
     assert parse_memfd(SAMPLES["memfd"][1]) == (MemfdInode(1, "m", 4096, 7),)
+    master = message((1, 8), (2, 1), (8, 0x502), (12, message((1, 3))))
+    console = message((1, 9), (2, 2), (8, 0x501))
+    assert parse_tty_info(SAMPLES["tty"][1] + entry(master) + entry(console)) == (
+        Terminal(7, 3, is_master=False),
+        Terminal(8, 3, is_master=True),
+        Terminal(9, None, is_master=False),
+    )
     # The content of the file follows the head, and may look like anything.
     content = b"\xff" * 9
     assert parse_ghost_file(SAMPLES["ghost"][1] + content) == GhostFile(33152, 5)
