@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
 import threading
 from typing import TYPE_CHECKING, Self
 
@@ -29,7 +28,7 @@ from snapagent.capture_sinks import ImageStore, PageStore
 from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_streamer import CaptureStreamer
-from snapagent.criu.page_receiver import PageReceiver
+from snapagent.criu.page_receiver import PageReceiver, page_sockets
 from snapagent.errors import AgentError
 from snapagent.linux import namespaces, processes
 from snapagent.preflight import CaptureConditions, add_machine, check_process, require
@@ -202,7 +201,7 @@ class _Dump:
     def __enter__(self) -> Self:
         """Listen to CRIU from now on."""
         with contextlib.ExitStack() as stack:
-            self._ours, self._theirs = socket.socketpair()
+            self._ours, self._theirs = page_sockets()
             stack.callback(self._ours.close)
             stack.callback(self._theirs.close)
             self._page_receiver = PageReceiver(self._ours, self.pages)

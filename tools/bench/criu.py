@@ -7,17 +7,25 @@ weights, is captured and restored again and again, every way once a round:
 
 - `criu`: `criu restore` from a directory, which loads everything before the process runs;
 - `criu lazy-pages`: the same beside CRIU's own daemon, which fills memory behind the process;
-- capturing: `criu dump` to a directory, then `snapstore push` of that directory.
+- `agent`: `snapagent.restore` in a process that is there already, with its store open, from a store
+  of raw frames or of compressed ones, into the present namespaces or into fresh ones;
+- `snapagent restore`: the command line, all of its start included;
+- capturing: `criu dump` to a directory, then `snapstore push` of that directory; beside it
+  `snapagent capture`, with and without `--freeze-fast`.
 
 Directories and stores lie on `--work`, by default on a tmpfs: what is measured is the programs and
 not the disk. Before each step memory is touched and freed (`measure.prefault`). Times are wall
 seconds from the start of the command: `answer_s` until the process answers a request, `filled_s`
-until all its memory is there, `capture_s` until the snapshot is durable. After each restore the
-process hashes its memory, outside the timed part, and has to find what it had.
+until all its memory is there, `fill_s` from the end of CRIU, when the process runs, until then;
+`capture_s` until the snapshot is durable; `cpu_s` is the processor time of all programs, without
+that of the process itself. After each restore the process hashes its memory, outside the timed
+part, and has to find what it had.
 """
 
 import argparse
 import contextlib
+import json
+import resource
 import shutil
 import sys
 import threading
@@ -29,8 +37,27 @@ from pathlib import Path
 
 import numpy as np
 
+from snapagent.linux.processes import adopt_orphans
+from snapstore.criu import parse_dump_stats
 from tools.bench import gen, measure
-from tools.bench.criu_report import Sample, judge, markdown
+from tools.bench.criu_agent import (
+    ResidentAgent,
+    Where,
+    end_restored,
+    in_network_of,
+    resident_agents,
+)
+from tools.bench.criu_report import (
+    BASELINE_CAPTURE,
+    BASELINE_RESTORE,
+    CAPTURE,
+    PACKED,
+    RAW,
+    Sample,
+    agent_way,
+    judge,
+    markdown,
+)
 from tools.bench.local import interleaved
 from tools.bench.measure import BenchError, Command, Report
 from tools.live_process import (
@@ -46,6 +73,7 @@ PIECE_MIB = 128
 ANSWER_S_MAX = 120
 POLL_S = 0.001
 NAME = "bench/process:a"
+PROGRAMS = measure.ROOT / ".venv/bin"
 
 
 @dataclass(frozen=True)
@@ -56,7 +84,6 @@ class Setup:
     size_mib: int
     process: LiveProcess
     criu: Criu
-    snapstore: Path
     prefault_bytes: int
 
     @property
@@ -69,11 +96,16 @@ class Setup:
         measure.flush()
         measure.prefault(self.prefault_bytes)
 
-    def run_store(self, *arguments: str) -> None:
-        """Run a command of snapstore."""
-        store = ("--store", str(self.work / "store"), "--quiet")
-        command = Command((str(self.snapstore), *arguments, *store))
-        measure.run_measured(command, self.work / "command.log")
+    def run(self, program: str, *arguments: str, store: str = "store") -> measure.Usage:
+        """Run a command of snapstore or snapagent; its output is in `command.log`."""
+        where = ("--store", str(self.work / store), "--quiet")
+        command = Command((str(PROGRAMS / program), *arguments, *where))
+        return measure.run_measured(command, self.work / "command.log")
+
+    def result(self) -> dict[str, float]:
+        """What the last command said in JSON."""
+        result: dict[str, float] = json.loads((self.work / "command.log").read_text())
+        return result
 
 
 class FirstAnswer:
@@ -127,7 +159,48 @@ def restore_lazily(setup: Setup) -> Sample:
         setup.criu.restore(setup.images, *options)
         resumed = time.perf_counter() - started
     filled = time.perf_counter() - started
-    return {"answer_s": answer.seconds(), "resumed_s": resumed, "filled_s": filled}
+    return {
+        "answer_s": answer.seconds(),
+        "resumed_s": resumed,
+        "filled_s": filled,
+        "fill_s": filled - resumed,
+    }
+
+
+def restore_by_agent(agent: ResidentAgent, where: Where, setup: Setup) -> Sample:
+    """Let a resident agent restore; what it reports is taken from the outside."""
+    answers: list[float] = []
+    started = time.perf_counter()
+    answer = FirstAnswer(setup.process) if where == "here" else None
+
+    def running(pid: int) -> None:
+        if where == "fresh":
+            in_network_of(pid, lambda: setup.process.ask("ping"))
+            answers.append(time.perf_counter() - started)
+
+    told = agent.restore(NAME, where, running)
+    return {
+        "answer_s": answer.seconds() if answer else answers[0],
+        "resumed_s": told.running_s,
+        "filled_s": told.filled_s,
+        "fill_s": told.filled_s - told.running_s,
+        "agent_cpu_s": told.cpu_s,
+        "root_pid": told.root_pid,
+    }
+
+
+def restore_by_command(store: str, where: Where, setup: Setup) -> Sample:
+    """Let the command line restore, into present or fresh process ids."""
+    answer = FirstAnswer(setup.process)
+    arguments = ("restore", NAME, "--pids", where, "--json")
+    usage = setup.run("snapagent", *arguments, store=store)
+    result = setup.result()
+    return {
+        "answer_s": answer.seconds(),
+        "filled_s": usage.wall_s,
+        "fill_s": result["fill_s"],
+        "root_pid": result["root_pid"],
+    }
 
 
 def dump_and_push(setup: Setup) -> Sample:
@@ -137,18 +210,35 @@ def dump_and_push(setup: Setup) -> Sample:
     started = time.perf_counter()
     setup.criu.dump(setup.process.pid, images, leave_running=True)
     dumped = time.perf_counter() - started
-    setup.run_store("push", str(images), NAME)
-    return {"dump_s": dumped, "capture_s": time.perf_counter() - started}
+    setup.run("snapstore", "push", str(images), NAME)
+    seconds = time.perf_counter() - started
+    stats = parse_dump_stats((images / "stats-dump").read_bytes())
+    return {"dump_s": dumped, "capture_s": seconds, "frozen_s": stats.frozen_us / 1e6}
+
+
+def capture_by_command(options: tuple[str, ...], setup: Setup) -> Sample:
+    """Let the command line capture straight into the store."""
+    pid = str(setup.process.pid)
+    usage = setup.run("snapagent", "capture", NAME, "--pid", pid, "--json", *options)
+    result = setup.result()
+    return {
+        "dump_s": result["criu_dump_s"],
+        "capture_s": usage.wall_s,
+        "frozen_s": result["frozen_s"],
+    }
 
 
 def restored(setup: Setup, restore: Callable[[Setup], Sample], memory: str) -> Sample:
     """Time a restore, verify the process, and end it."""
     setup.settle()
+    before_s = cpu_s()
     sample = restore(setup)
-    found = setup.process.memory_hash()
-    setup.process.end()
+    sample["cpu_s"] = cpu_s() - before_s + float(str(sample.pop("agent_cpu_s", 0)))
+    root_pid = int(str(sample.pop("root_pid", setup.process.pid)))
+    found = in_network_of(root_pid, setup.process.memory_hash)
+    end_restored(root_pid)
     if found != memory:
-        raise BenchError(f"{restore.__name__}: the restored process has other memory")
+        raise BenchError("the restored process has other memory")
     return sample
 
 
@@ -156,36 +246,72 @@ def captured(setup: Setup, capture: Callable[[Setup], Sample]) -> Sample:
     """Time a capture into an empty store, which is removed afterwards."""
     places = [setup.work / name for name in ("store", "dump")]
     try:
-        setup.run_store("init")
+        setup.run("snapstore", "init")
         setup.settle()
-        return capture(setup)
+        before_s = cpu_s()
+        sample = capture(setup)
+        return sample | {"cpu_s": cpu_s() - before_s}
     finally:
         for place in places:
             shutil.rmtree(place, ignore_errors=True)
 
 
-CAPTURES: dict[str, Callable[[Setup], Sample]] = {"criu dump, snapstore push": dump_and_push}
-RESTORES: dict[str, Callable[[Setup], Sample]] = {
-    "criu": restore_at_once,
-    "criu lazy-pages": restore_lazily,
+def cpu_s() -> float:
+    """Return the processor time of all children that were waited for, and of theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+CAPTURES: dict[str, Callable[[Setup], Sample]] = {
+    BASELINE_CAPTURE: dump_and_push,
+    CAPTURE: partial(capture_by_command, ()),
+    f"{CAPTURE} --freeze-fast": partial(capture_by_command, ("--freeze-fast",)),
 }
+
+
+def restores(agents: Mapping[str, ResidentAgent]) -> dict[str, Callable[[Setup], Sample]]:
+    """Return all ways to restore."""
+    ways: dict[str, Callable[[Setup], Sample]] = {
+        "criu": restore_at_once,
+        BASELINE_RESTORE: restore_lazily,
+    }
+    wheres: tuple[Where, Where] = ("here", "fresh")
+    for frames, agent in agents.items():
+        for where in wheres:
+            ways[agent_way(frames, where)] = partial(restore_by_agent, agent, where)
+    for where in wheres:
+        ways[f"snapagent restore, {where}"] = partial(restore_by_command, PACKED, where)
+    return ways
 
 
 # -- rounds ----------------------------------------------------------------------------------------
 
 
-def measure_size(setup: Setup, rounds: int) -> Iterator[Sample]:
+def measure_size(setup: Setup, rounds: int, parts: str) -> Iterator[Sample]:
     """Capture the process in every way, end it, and restore it in every way."""
     memory = setup.process.memory_hash()
-    captures = {name: partial(captured, setup, capture) for name, capture in CAPTURES.items()}
-    yield from run_rounds(setup, rounds, captures)
+    if "capture" in parts:
+        captures = {name: partial(captured, setup, capture) for name, capture in CAPTURES.items()}
+        yield from run_rounds(setup, rounds, captures)
+    if "restore" not in parts:
+        return
     setup.images.mkdir()
     setup.criu.dump(setup.process.pid, setup.images)
     setup.process.reap()
-    restores = {
-        name: partial(restored, setup, restore, memory) for name, restore in RESTORES.items()
-    }
-    yield from run_rounds(setup, rounds, restores)
+    for frames, compression in ((RAW, "none"), (PACKED, "auto")):
+        setup.run("snapstore", "init", store=frames)
+        push = ("push", str(setup.images), NAME, "--compression", compression)
+        setup.run("snapstore", *push, store=frames)
+    stores = {frames: setup.work / frames for frames in (RAW, PACKED)}
+    with resident_agents(setup.criu.program, stores) as agents:
+        steps = {
+            name: partial(restored, setup, restore, memory)
+            for name, restore in restores(agents).items()
+        }
+        for frames in agents:
+            # Loads what is loaded once.
+            steps[agent_way(frames, "here")]()
+        yield from run_rounds(setup, rounds, steps)
 
 
 def run_rounds(
@@ -222,7 +348,6 @@ def prepared(options: argparse.Namespace, work: Path, size_mib: int) -> Iterator
                 size_mib,
                 process,
                 Criu(options.criu),
-                options.snapstore.absolute(),
                 min(options.prefault_mib, size_mib) * MIB,
             )
     finally:
@@ -242,7 +367,7 @@ def parse() -> argparse.Namespace:
     add("--markdown", type=Path, help="where to write the table too")
     add("--work", type=Path, default=Path("/dev/shm/snapstore-bench"), help="scratch")  # noqa: S108
     add("--criu", type=Path, default=DEFAULT_CRIU)
-    add("--snapstore", type=Path, default=measure.ROOT / ".venv/bin/snapstore")
+    add("--parts", default="capture,restore", help="what to measure of these")
     add("--prefault-mib", type=int, default=4096, help="memory to touch before each step")
     return parser.parse_args()
 
@@ -265,12 +390,12 @@ def bench(options: argparse.Namespace) -> None:
     }
     report = Report("criu", measure.machine(work), conditions)
     report.versions["criu"] = Criu(options.criu).version()
-    version = measure.capture(str(options.snapstore), "--version")
+    version = measure.capture(str(PROGRAMS / "snapstore"), "--version")
     report.versions["snapstore"] = measure.first_line(version)
     try:
         for size in options.sizes.split(","):
             with prepared(options, work, int(size)) as setup:
-                for sample in measure_size(setup, options.rounds):
+                for sample in measure_size(setup, options.rounds, options.parts):
                     report.samples.append(sample)
                     judge(report)
                     report.write(options.out)
@@ -285,6 +410,7 @@ def bench(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the benchmark; exit 1 when it could not be done."""
+    adopt_orphans()
     try:
         bench(parse())
     except (BenchError, CriuFailedError, ProcessDiedError) as error:
