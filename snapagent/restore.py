@@ -209,7 +209,7 @@ class Restoration:
             reason_file=self._reason_file,
             on_death=lambda reason: self._fail(WorkloadLost(f"the processes ended: {reason}")),
         )
-        streamer = RestoreStreamer(work, StreamedImages(target.images, facts.eager), self._fail)
+        streamer = RestoreStreamer(work, StreamedImages(target.images, facts), self._fail)
         self._stack.callback(streamer.close)
         self._lazy = self._make_lazy(work)
         self._stack.callback(self._lazy.close)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from snapagent.criu.laziness import with_lazy_marks
+from snapagent.criu.pagemaps import build_pagemap
 from snapagent.errors import AgentError
 from snapagent.lazy.memory import TaskMemory
 from snapagent.preflight import read_images
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from snapagent.criu.image_set import ImageSet
     from snapagent.preflight import Images
 
-__all__ = ["DumpFacts", "StreamedImages", "read_facts"]
+__all__ = ["DumpFacts", "StreamedImages", "pieces", "read_facts"]
 
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 1 << 20
@@ -41,6 +43,7 @@ class DumpFacts:
         eager_bytes: Their sum.
         lazy_bytes: What comes later.
         shared_bytes: Of the eager ones, those of shared memory.
+        rewritten: Images that CRIU gets otherwise than they were captured; see `laziness`.
     """
 
     images: Images
@@ -49,6 +52,7 @@ class DumpFacts:
     eager_bytes: int
     lazy_bytes: int
     shared_bytes: int
+    rewritten: dict[str, bytes]
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -78,6 +82,7 @@ def read_facts(images: ImageSet) -> DumpFacts:
     small = read_images(images.get)
     tasks: dict[int, TaskMemory] = {}
     eager: dict[str, list[tuple[int, int]]] = {}
+    rewritten: dict[str, bytes] = {}
     lazy_bytes = shared_bytes = 0
     for name in images.names:
         if not (name.startswith("pagemap-") and name.endswith(".img")):
@@ -85,12 +90,17 @@ def read_facts(images: ImageSet) -> DumpFacts:
         pagemap = criu.parse_pagemap(images.read(name), name)
         pages = f"pages-{pagemap.pages_id}.img"
         _check_pages(images, name, pagemap, pages)
-        loaded = _eager_ranges(pagemap, is_shared=name.startswith("pagemap-shmem-"))
+        owner = name.removeprefix("pagemap-").removesuffix(".img")
+        memory = small.memories.get(int(owner)) if owner.isdecimal() else None
+        if memory is not None:
+            marked = with_lazy_marks(pagemap, memory.vmas)
+            if marked is not pagemap:
+                rewritten[name] = build_pagemap(marked.pages_id, _rows(marked))
+            pagemap = marked
+        loaded = _eager_ranges(pagemap, is_shared=memory is None)
         eager.setdefault(pages, []).extend(loaded)
         count = sum(length for _, length in loaded)
         lazy_bytes += pagemap.present_bytes - count
-        owner = name.removeprefix("pagemap-").removesuffix(".img")
-        memory = small.memories.get(int(owner)) if owner.isdecimal() else None
         if memory is not None:
             tasks[int(owner)] = _task_memory(images, int(owner), memory, pagemap, pages)
         else:
@@ -102,20 +112,24 @@ def read_facts(images: ImageSet) -> DumpFacts:
         eager_bytes=sum(length for ranges in eager.values() for _, length in ranges),
         lazy_bytes=lazy_bytes,
         shared_bytes=shared_bytes,
+        rewritten=rewritten,
     )
 
 
 class StreamedImages:
     """Gives images to CRIU as it asks for them. Thread-safe."""
 
-    def __init__(self, images: ImageSet, eager: dict[str, list[tuple[int, int]]]) -> None:
+    def __init__(self, images: ImageSet, facts: DumpFacts) -> None:
         self._images = images
-        self._eager = eager
+        self._eager = facts.eager
+        self._rewritten = facts.rewritten
 
     def find(self, name: str) -> Callable[[ImagePipe], None] | None:
         """Return what writes an image into a pipe, or none if there is no such image."""
         if name not in self._images:
             return None
+        if name in self._rewritten:
+            return lambda pipe: pipe.write(self._rewritten[name])
         if name in self._eager:
             return lambda pipe: self._write_ranges(name, pipe)
         return lambda pipe: pipe.write(self._images.read(name))
@@ -123,15 +137,16 @@ class StreamedImages:
     def _write_ranges(self, name: str, pipe: ImagePipe) -> None:
         buffer = memoryview(bytearray(_PIECE_BYTES))
         file = self._images.open(name)
-        for offset, length in _pieces(self._eager[name]):
+        for offset, length in pieces(self._eager[name], _PIECE_BYTES):
             file.read_into(offset, buffer[:length], streaming=length == _PIECE_BYTES)
             pipe.write(buffer[:length])
 
 
-def _pieces(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def pieces(ranges: list[tuple[int, int]], size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Divide ranges `(offset, length)` into pieces of at most some bytes."""
     for offset, length in ranges:
-        for start in range(0, length, _PIECE_BYTES):
-            yield offset + start, min(_PIECE_BYTES, length - start)
+        for start in range(0, length, size_bytes):
+            yield offset + start, min(size_bytes, length - start)
 
 
 def _check_pages(images: ImageSet, name: str, pagemap: criu.Pagemap, pages: str) -> None:
@@ -160,6 +175,11 @@ def _eager_ranges(pagemap: criu.Pagemap, *, is_shared: bool) -> list[tuple[int, 
     begins = np.flatnonzero(np.append(True, offsets[1:] != offsets[:-1] + lengths[:-1]))
     joined = np.add.reduceat(lengths, begins)
     return list(zip(offsets[begins].tolist(), joined.tolist(), strict=True))
+
+
+def _rows(pagemap: criu.Pagemap) -> Iterator[tuple[int, int, int]]:
+    columns = (pagemap.vaddrs, pagemap.counts, pagemap.flags)
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _task_memory(

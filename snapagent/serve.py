@@ -18,14 +18,13 @@ import numpy as np
 from snapagent.criu.image_set import find_images
 from snapagent.criu.page_server import PageServer
 from snapagent.errors import AgentError, ProtocolError
-from snapagent.restore_images import read_facts
+from snapagent.restore_images import pieces, read_facts
 from snapstore.criu import PageFlag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from snapagent.criu.image_set import ImageSet
     from snapagent.lazy.memory import TaskMemory
     from snapstore import Store
 
@@ -115,7 +114,7 @@ class PagesService:
             for name in self._images.names:
                 fd = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _IMAGE_MODE)
                 try:
-                    written += _write_image(self._images, name, self._facts.eager.get(name), fd)
+                    written += self._write_image(name, fd)
                 finally:
                     os.close(fd)
         except OSError as error:
@@ -124,6 +123,24 @@ class PagesService:
                 next_step="give an empty directory",
             ) from error
         return written
+
+    def _write_image(self, name: str, fd: int) -> int:
+        """Write one image; of an image of pages only some ranges, at their offsets."""
+        ranges = self._facts.eager.get(name)
+        if ranges is None:
+            data = self._facts.rewritten.get(name) or self._images.read(name)
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            return len(data)
+        file = self._images.open(name)
+        os.ftruncate(fd, file.size_bytes)
+        buffer = memoryview(bytearray(_PIECE_BYTES))
+        total = 0
+        for offset, length in pieces(ranges, _PIECE_BYTES):
+            file.read_into(offset, buffer[:length])
+            total += os.pwrite(fd, buffer[:length], offset)
+        return total
 
     def __enter__(self) -> Self:
         self.start()
@@ -163,24 +180,3 @@ def _runs_of(memory: TaskMemory) -> _Runs:
     first = np.flatnonzero(np.append(True, ~goes_on)) if len(starts) else np.empty(0, np.int64)
     last = np.append(first[1:] - 1, len(starts) - 1) if len(starts) else first
     return _Runs(memory, starts[first].tolist(), ends[last].tolist(), offsets[first].tolist())
-
-
-def _write_image(images: ImageSet, name: str, ranges: list[tuple[int, int]] | None, fd: int) -> int:
-    """Write one image; of an image of pages only some ranges, at their offsets."""
-    if ranges is None:
-        data = images.read(name)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        return len(data)
-    file = images.open(name)
-    os.ftruncate(fd, file.size_bytes)
-    buffer = memoryview(bytearray(_PIECE_BYTES))
-    total = 0
-    for offset, length in ranges:
-        for start in range(offset, offset + length, _PIECE_BYTES):
-            piece = buffer[: min(_PIECE_BYTES, offset + length - start)]
-            file.read_into(start, piece)
-            os.pwrite(fd, piece, start)
-            total += len(piece)
-    return total
