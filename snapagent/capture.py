@@ -33,13 +33,12 @@ from snapagent.errors import AgentError
 from snapagent.linux import namespaces, processes
 from snapagent.preflight import CaptureConditions, add_machine, check_process, require
 from snapagent.supervision import Place, Supervisor, criu_command
-from snapagent.workdir import work_directory
+from snapagent.workdir import WorkDirectory, work_directory
 from snapstore import criu
 from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from snapagent.config import AgentConfig
     from snapagent.preflight import Obstacle
@@ -141,7 +140,7 @@ def capture(
                 progress=progress,
             )
         )
-        dump = stack.enter_context(_Dump(writer, work.path, request, config))
+        dump = stack.enter_context(_Dump(writer, work, request, config))
         setup_s = clock.monotonic_s() - started_s
         dump.run()
     assert dump.pushed is not None, "CRIU ended well, so its post-dump script did"
@@ -180,7 +179,7 @@ class _Dump:
     def __init__(
         self,
         writer: SnapshotWriter,
-        work: Path,
+        work: WorkDirectory,
         request: CaptureRequest,
         config: AgentConfig,
     ) -> None:
@@ -207,9 +206,11 @@ class _Dump:
             self._page_receiver = PageReceiver(self._ours, self.pages)
             self._receiver = threading.Thread(target=self._receive_pages, name="snapagent-pages")
             self._streamer = stack.enter_context(
-                CaptureStreamer(self._work, self._images, self._fail)
+                CaptureStreamer(self._work.path, self._images, self._fail)
             )
-            stack.enter_context(ScriptHooks(self._work, {"post-dump": self._commit}, self._fail))
+            stack.enter_context(
+                ScriptHooks(self._work.path, {"post-dump": self._commit}, self._fail)
+            )
             self._stack = stack.pop_all()
         return self
 
@@ -235,11 +236,11 @@ class _Dump:
         if self._failure is not None:
             raise self._failure
         if status != 0:
-            failed = program.criu_failed("dump", status, self._work / "dump.log")
+            failed = program.criu_failed("dump", status, self._work.path / "dump.log")
             if self.pushed is not None:
                 failed.add_note(f"the snapshot was stored all the same, as {self._request.name}")
             raise failed
-        stats = criu.parse_dump_stats((self._work / "stats-dump").read_bytes())
+        stats = criu.parse_dump_stats((self._work.path / "stats-dump").read_bytes())
         self.frozen_s = stats.frozen_us / 1e6
 
     def _run_criu(self) -> int:
@@ -251,7 +252,15 @@ class _Dump:
         if inner_pid is None:
             raise AgentError(f"process {pid} has ended")
         place = Place(join_pid=pid if _is_elsewhere(pid) else None)
-        supervisor = Supervisor.start(place, self._work, task="capture", directories={"criu": home})
+        supervisor = Supervisor.start(
+            place,
+            self._work.path,
+            task="capture",
+            directories={"criu": home},
+            on_death=lambda reason: self._fail(AgentError(f"the capture was ended: {reason}")),
+        )
+        # The directory stays locked for as long as anybody may still need it.
+        supervisor.hold(self._work.lock)
         self._stack.callback(supervisor.kill, "the capture is over")
         argv += program.dump_arguments(
             pid=inner_pid,

@@ -109,7 +109,7 @@ class _Keeper:
                 # What is restored is the container's; what a capture takes is not on its account.
                 cgroups.join(order.target.group_files)
             processes.forbid_inspection()
-            namespaces.enter(order.target)
+            namespaces.enter(order.target, ipc=not order.capture)
             order.target.close()
         if order.fresh_pids:
             namespaces.own_mounts()

@@ -199,7 +199,8 @@ class Restoration:
         if not request.force:
             obstacles = _obstacles(target, config)
             require(obstacles, of=f"snapshot {self._snapshot.id.short}", done="restored")
-        work = self._stack.enter_context(work_directory(config, "restore")).path
+        directory = self._stack.enter_context(work_directory(config, "restore"))
+        work = directory.path
         argv, home = criu_command(config.criu)
         self._started = Supervisor.start(
             place,
@@ -209,6 +210,8 @@ class Restoration:
             reason_file=self._reason_file,
             on_death=lambda reason: self._fail(WorkloadLost(f"the processes ended: {reason}")),
         )
+        # The directory stays locked for as long as anybody may still need it.
+        self._started.hold(directory.lock)
         streamer = RestoreStreamer(work, StreamedImages(target.images, facts), self._fail)
         self._stack.callback(streamer.close)
         self._lazy = self._make_lazy(work)

@@ -162,13 +162,15 @@ def open_target(pid: int) -> Target:
     return target
 
 
-def enter(target: Target) -> None:
+def enter(target: Target, *, ipc: bool = True) -> None:
     """Move this process, which has one thread, to where another one is, with its root directory.
+
+    Without `ipc` it keeps its IPC namespace: CRIU captures System V memory only from outside.
 
     It is left with `/` as its working directory. Its own process id stays what it is:
     `set_namespace(target.pidfd, PIDS)` before a fork is what gives the child another.
     """
-    set_namespace(target.pidfd, ENTERED)
+    set_namespace(target.pidfd, ENTERED if ipc else ENTERED & ~IPC)
     os.fchdir(target.root_fd)
     os.chroot(".")
     os.chdir("/")

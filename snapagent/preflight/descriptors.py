@@ -236,7 +236,7 @@ class OpenThings:
         if path.startswith("anon_inode:"):
             self._anonymous(path.removeprefix("anon_inode:").strip("[]"), where)
         elif path.startswith("/SYSV"):
-            if _has_criu_inside(task.pid):
+            if _shares_ipc(task.pid):
                 self._found.block(
                     "sysv-memory",
                     f"{where} is System V shared memory, in an IPC namespace that CRIU shares",
@@ -265,15 +265,12 @@ class OpenThings:
             )
 
 
-def _has_criu_inside(pid: int) -> bool:
-    """Whether CRIU captures from within the IPC namespace of a process, and so not that itself.
+def _shares_ipc(pid: int) -> bool:
+    """Whether a process is in the IPC namespace that CRIU will be in, and so not captured with its.
 
-    It enters all namespaces of a process that has mounts, a network or ids of its own.
+    CRIU enters other namespaces of the process, not this one.
     """
-    is_elsewhere = any(
-        namespace_of(pid, kind) != namespace_of("self", kind) for kind in ("mnt", "net", "pid")
-    )
-    return is_elsewhere or namespace_of(pid, "ipc") == namespace_of("self", "ipc")
+    return namespace_of(pid, "ipc") == namespace_of("self", "ipc")
 
 
 def _device_remedy(path: str) -> str:
