@@ -79,6 +79,8 @@ class CaptureResult:
         total_s: All of it.
         page_bytes: Bytes of memory that came.
         stopped: Whether the tree was ended.
+        network_lock: Table of nftables that drops the packets of its connections until a restore
+            in the same network; none if the tree goes on or had no connections.
     """
 
     pushed: PushResult
@@ -89,6 +91,7 @@ class CaptureResult:
     total_s: float
     page_bytes: int
     stopped: bool
+    network_lock: str | None
 
     def document(self) -> dict[str, object]:
         """Everything as plain values, for JSON."""
@@ -98,6 +101,7 @@ class CaptureResult:
             "snapshot": pushed.snapshot.hex,
             "generation": pushed.generation,
             "stopped": self.stopped,
+            "network_lock": self.network_lock,
             "frozen_s": self.frozen_s,
             "agent_setup_s": self.setup_s,
             "criu_dump_s": self.dump_s,
@@ -154,6 +158,7 @@ def capture(
         total_s=ended_s - started_s,
         page_bytes=dump.pages.size_bytes,
         stopped=request.stop,
+        network_lock=dump.network_lock if request.stop else None,
     )
 
 
@@ -275,6 +280,15 @@ class _Dump:
         if ran.message:
             raise AgentError(f"CRIU cannot be started: {ran.message}")
         return ran.status
+
+    @property
+    def network_lock(self) -> str | None:
+        """The table with which CRIU keeps packets from connections whose processes are gone."""
+        files = criu.parse_open_files(self._images.kept["files.img"])
+        inventory = criu.parse_inventory(self._images.kept["inventory.img"])
+        if inventory.run_id and any(socket.is_connected for socket in files.inet):
+            return f"inet CRIU-{inventory.run_id}"
+        return None
 
     def _receive_pages(self) -> None:
         try:

@@ -78,6 +78,12 @@ def capture(
 
 def _text(result: CaptureResult) -> str:
     ingest = result.pushed.ingest
+    lock = (
+        "\n  packets of its connections are dropped until it is restored in this network, or "
+        f"until `nft delete table {result.network_lock}`"
+        if result.network_lock
+        else ""
+    )
     rate = format_bytes(int(ingest.logical_bytes / max(result.dump_s + result.commit_s, 1e-3)))
     return (
         f"{result.pushed.name} is snapshot {result.pushed.snapshot.short}; the tree "
@@ -85,5 +91,5 @@ def _text(result: CaptureResult) -> str:
         f"  {format_bytes(ingest.logical_bytes)} in {result.total_s:.2f} s ({rate}/s), "
         f"{result.frozen_s:.2f} s of them frozen: {format_bytes(ingest.zero_bytes)} zeros, "
         f"{format_bytes(ingest.known_bytes)} known, {format_bytes(ingest.new_bytes)} new\n"
-        f"  the store grew by {format_bytes(result.pushed.stored_bytes)}"
+        f"  the store grew by {format_bytes(result.pushed.stored_bytes)}{lock}"
     )

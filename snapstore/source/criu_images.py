@@ -85,6 +85,8 @@ _LOG_RUNNING_ON = re.compile(
     re.MULTILINE,
 )
 
+_RUN_ID_BYTES_MAX = 64
+
 
 class _InventoryField:
     IMAGE_VERSION = 1
@@ -132,8 +134,8 @@ class Inventory:
     lsm: str
     plugins: tuple[str, ...]
     tcp_close: bool
-    has_run_id: bool
-    """Written since CRIU 4.1."""
+    run_id: str
+    """Names the dump, and the table of its network lock, since CRIU 4.1; empty before."""
     has_uprobes: bool
     namespaces: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     """Of CRIU when it dumped, by kind: numbers that mean something within this dump only."""
@@ -247,9 +249,12 @@ def parse_inventory(data: bytes, name: str = "inventory.img") -> Inventory:
     numbers: dict[int, int] = {}
     plugins: list[str] = []
     namespaces: dict[str, int] = {}
+    run_id = ""
     for field in reader.fields(start, end):
         if field.number == _InventoryField.ROOT_IDS and field.is_bytes:
             namespaces = _namespaces(_numbers(reader, *reader.span(field)))
+        elif field.number == _InventoryField.RUN_ID:
+            run_id = reader.text(field, size_bytes_max=_RUN_ID_BYTES_MAX)
         elif field.number == _InventoryField.PLUGINS:
             plugins.extend(_plugins(reader, *reader.span(field)))
         elif field.number <= _InventoryField.ALLOW_UPROBES:
@@ -264,7 +269,7 @@ def parse_inventory(data: bytes, name: str = "inventory.img") -> Inventory:
         lsm=_LSM_NAMES.get(lsm, f"lsm-{lsm}"),
         plugins=tuple(plugins),
         tcp_close=numbers.get(_InventoryField.TCP_CLOSE, 0) != 0,
-        has_run_id=_InventoryField.RUN_ID in numbers,
+        run_id=run_id,
         has_uprobes=numbers.get(_InventoryField.ALLOW_UPROBES, 0) != 0,
         namespaces=namespaces,
     )

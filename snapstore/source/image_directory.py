@@ -181,7 +181,7 @@ def _version_min(inventory: Inventory | None, *, has_wide_counts: bool) -> str |
     """
     if has_wide_counts or (inventory is not None and inventory.has_uprobes):
         return "4.2"
-    if inventory is not None and (inventory.has_run_id or inventory.plugins):
+    if inventory is not None and (inventory.run_id or inventory.plugins):
         return "4.1"
     return None
 

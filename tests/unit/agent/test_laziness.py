@@ -42,7 +42,7 @@ def vmas_of(rows: list[tuple[int, int, int]]) -> Vmas:
 
 
 def pagemap_of(rows: list[tuple[int, int, int]]) -> Pagemap:
-    """Entries of `(first page, pages, flags)`, all present ones one after the other in the image."""
+    """Entries of `(first page, pages, flags)`; what is present follows one another in the image."""
     offsets, position = [], 0
     for _, pages, flags in rows:
         offsets.append(position if flags & PageFlag.PRESENT else (1 << 64) - 1)

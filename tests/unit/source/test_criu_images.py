@@ -103,13 +103,13 @@ def test_an_inventory_of_criu_4_2():
     data = builders.inventory((10, 1), (12, message((12, b"cuda_plugin"))), (13, b"uuid"), (14, 1))
     parsed = parse_inventory(data)
     assert (parsed.image_version, parsed.lsm, parsed.plugins) == (2, "none", ("cuda_plugin",))
-    assert (parsed.tcp_close, parsed.has_run_id, parsed.has_uprobes) == (True, True, True)
+    assert (parsed.tcp_close, parsed.run_id, parsed.has_uprobes) == (True, "uuid", True)
 
 
 def test_an_inventory_of_an_older_criu_says_less():
     parsed = parse_inventory(image(MAGIC_INVENTORY, message((1, 1), (6, 2)), common=False))
     assert (parsed.image_version, parsed.lsm, parsed.plugins) == (1, "apparmor", ())
-    assert (parsed.tcp_close, parsed.has_run_id, parsed.has_uprobes) == (False, False, False)
+    assert (parsed.tcp_close, parsed.run_id, parsed.has_uprobes) == (False, "", False)
 
 
 def test_a_process_tree_with_threads_in_both_encodings():
