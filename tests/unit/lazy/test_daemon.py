@@ -422,6 +422,26 @@ def test_other_peers_are_refused(stage: Stage, sent: bytes, message: str) -> Non
     assert len(stage.errors) == 1
 
 
+@pytest.mark.parametrize("is_started", [False, True])
+def test_it_can_be_closed_before_anybody_came(stage: Stage, *, is_started: bool) -> None:
+    before = open_files()
+    daemon = LazyPages(
+        stage.folder,
+        {7: one_memory()},
+        threads=1,
+        buffer_bytes=PAGE,
+        hold=stage.hold,
+        on_error=stage.on_error,
+    )
+    if is_started:
+        daemon.start()
+    daemon.close()
+    daemon.close()
+    assert not daemon.wait_filled(WAIT_S)
+    assert not stage.errors
+    assert open_files() == before
+
+
 def test_only_a_userfaultfd_is_taken(stage: Stage) -> None:
     before = open_files()
     daemon = LazyPages(
