@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import mmap
 import threading
 from typing import TYPE_CHECKING, NamedTuple
@@ -48,7 +49,9 @@ class ReadBuffer:
 
     def __init__(self, size_bytes: int) -> None:
         self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
+        # A kernel without large pages says so.
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
         self.address = address_of(self.view)
 

@@ -81,6 +81,10 @@ class Task:
     def discard(self, page: int, count: int) -> None:
         checked(libc.madvise(self.address + page * PAGE, count * PAGE, mmap.MADV_DONTNEED))
 
+    def keep_from_children(self, page: int, count: int) -> None:
+        """Let children have nothing mapped there."""
+        checked(libc.madvise(self.address + page * PAGE, count * PAGE, mmap.MADV_DONTFORK))
+
     def protect(self, page: int, count: int) -> None:
         """Divide the mapping: other rights for some pages of it."""
         checked(libc.mprotect(self.address + page * PAGE, count * PAGE, 1))

@@ -226,6 +226,22 @@ def test_children_have_what_their_parents_miss(stage: Stage) -> None:
     assert len(stage.held) == 0
 
 
+def test_children_need_not_have_all_that_their_parents_have(stage: Stage) -> None:
+    """Nothing tells that a child lacks a mapping: what belongs there is left out, and no more."""
+    image = random_image(PAGES)
+    image.before_read = gate = Gate()
+    daemon, peer = stage.start(image, whole_map(PAGES), PAGES)
+    gate.wait()
+    peer.ask("keep_from_children", 33, 100)
+    child = peer.fork()
+    gate.open()
+    filled(daemon, stage)
+    peer.check()
+    child.check(0, 33)
+    child.check(133, PAGES - 133)
+    assert daemon.stats.dropped_bytes == 100 * PAGE
+
+
 def test_children_that_are_dead_are_forgotten(stage: Stage) -> None:
     image = random_image(PAGES)
     image.before_read = gate = Gate()
@@ -404,6 +420,26 @@ def test_other_peers_are_refused(stage: Stage, sent: bytes, message: str) -> Non
         with pytest.raises(ProtocolError, match=message):
             daemon.wait_restored(WAIT_S)
     assert len(stage.errors) == 1
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_it_can_be_closed_before_anybody_came(stage: Stage, *, is_started: bool) -> None:
+    before = open_files()
+    daemon = LazyPages(
+        stage.folder,
+        {7: one_memory()},
+        threads=1,
+        buffer_bytes=PAGE,
+        hold=stage.hold,
+        on_error=stage.on_error,
+    )
+    if is_started:
+        daemon.start()
+    daemon.close()
+    daemon.close()
+    assert not daemon.wait_filled(WAIT_S)
+    assert not stage.errors
+    assert open_files() == before
 
 
 def test_only_a_userfaultfd_is_taken(stage: Stage) -> None:
