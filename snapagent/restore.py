@@ -25,7 +25,7 @@ from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_set import find_images
 from snapagent.criu.image_streamer import RestoreStreamer
-from snapagent.errors import CriuFailed, WorkloadLost
+from snapagent.errors import CriuFailed, ProtocolError, WorkloadLost
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.stats import LazyStats, PageRun
 from snapagent.linux import processes
@@ -51,6 +51,7 @@ _HINT_TOPIC = "page-order"
 _HINT_BYTES_MAX = 16 << 20
 _TELL_S = 0.2
 _REAP_S_MAX = 5.0
+_CRIU_END_S_MAX = 2.0
 _REAP_POLL_S = 0.01
 _FILL_BUFFER_BYTES = 16 << 20
 
@@ -153,6 +154,7 @@ class Restoration:
         self._setup_s = self._running_s = self._filled_s = 0.0
         self._failure: BaseException | None = None
         self._failed = threading.Event()
+        self._criu_ended = threading.Event()
         self._lock = threading.Lock()
         self._stack = contextlib.ExitStack()
         self._released = False
@@ -276,12 +278,17 @@ class Restoration:
         return []
 
     def _run_criu(self, argv: list[str], work: Path) -> None:
-        ran = self._supervisor.run(argv)
+        try:
+            ran = self._supervisor.run(argv)
+            if ran.message:
+                raise CriuFailed(f"CRIU cannot be started: {ran.message}")
+            if ran.status != 0 and isinstance(self._failure, ProtocolError | None):
+                # That its sockets broke is only how it looks from here: its log knows why.
+                failed = program.criu_failed("restore", ran.status, work / "restore.log")
+                raise failed from self._failure
+        finally:
+            self._criu_ended.set()
         self._check()
-        if ran.message:
-            raise CriuFailed(f"CRIU cannot be started: {ran.message}")
-        if ran.status != 0:
-            raise program.criu_failed("restore", ran.status, work / "restore.log")
         root = self._supervisor.root(self._facts.images.processes[0].pid)
         if root is None:
             raise WorkloadLost(
@@ -304,7 +311,13 @@ class Restoration:
             self._failure = error
         self._failed.set()
         # On another thread: this one may be of those that are waited for.
-        threading.Thread(target=self._end_tree, name="snapagent-end").start()
+        threading.Thread(target=self._end_after, args=(error,), name="snapagent-end").start()
+
+    def _end_after(self, error: BaseException) -> None:
+        if isinstance(error, ProtocolError):
+            # Mostly CRIU has failed, and is about to end and tell why in its log.
+            self._criu_ended.wait(_CRIU_END_S_MAX)
+        self._end_tree()
 
     def _end_tree(self) -> None:
         if self._started is not None and not self._released:

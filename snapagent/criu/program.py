@@ -15,6 +15,8 @@ __all__ = ["GHOST_BYTES_MAX", "criu_failed", "dump_arguments", "restore_argument
 _LOG_LEVEL = "-v3"
 _LOG_BYTES_MAX = 4 << 20
 _LINES_SHOWN = 6
+_HARMLESS = b"Can't setup RLIMIT_NOFILE for self"
+"""In every log where `CAP_SYS_RESOURCE` is missing."""
 _TELLING = re.compile(rb"\bError\b|\bWarn\b.*(?:fail|refus)", re.IGNORECASE)
 
 
@@ -115,6 +117,6 @@ def _telling_lines(log: Path) -> list[str]:
             data = file.read(_LOG_BYTES_MAX)
     except OSError:
         return []
-    lines = [line for line in data.splitlines() if _TELLING.search(line)]
+    lines = [line for line in data.splitlines() if _TELLING.search(line) and _HARMLESS not in line]
     # The first error is the cause; what follows is the unwinding.
     return [line.decode("utf-8", "backslashreplace").strip() for line in lines[:_LINES_SHOWN]]
