@@ -31,9 +31,10 @@ from snapstore.units import MIB, format_bytes
 from tools import seaweed
 from tools.live_process import DEFAULT_CRIU, Criu, CriuFailedError, LiveProcess, ProcessDiedError
 
-SNAPSTORE = Path(sys.executable).with_name("snapstore")
+PROGRAMS = Path(sys.executable).parent
 FIRST = "demo/process:first"
 SECOND = "demo/process:second"
+LIVE = "demo/process:live"
 # How much of its memory the process rewrites between the two dumps.
 TOUCHED_PART = 20
 # Two dumps and a store that shared nothing are the most there is at any time, and some margin.
@@ -106,8 +107,26 @@ class Pulled:
 
 
 @dataclass(frozen=True)
+class Captured:
+    """What `snapagent capture --json` reports, as far as it is shown here."""
+
+    page_bytes: int
+    stored_bytes: int
+    frozen_s: float
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `snapagent restore --json` reports, as far as it is shown here."""
+
+    root_pid: int
+    running_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
 class StoreCommands:
-    """The commands of snapstore, typed as a user would type them."""
+    """The commands of snapstore and snapagent, typed as a user would type them."""
 
     url: str
 
@@ -125,14 +144,25 @@ class StoreCommands:
         output = self._run("pull", name, str(folder), "--json", captured=True)
         return msgspec.json.decode(output, type=Pulled)
 
+    def capture(self, pid: int, name: str) -> Captured:
+        """Store a living process, which ends with that."""
+        arguments = ["capture", "--pid", str(pid), "--stop", name, "--json"]
+        output = self._run(*arguments, captured=True, program="snapagent")
+        return msgspec.json.decode(output, type=Captured)
+
+    def restore(self, name: str) -> Restored:
+        """Bring a stored process back to life."""
+        output = self._run("restore", name, "--json", captured=True, program="snapagent")
+        return msgspec.json.decode(output, type=Restored)
+
     def show(self, *arguments: str) -> None:
         """Run a command with its output on the terminal."""
         self._run(*arguments, captured=False)
 
-    def _run(self, *arguments: str, captured: bool) -> bytes:
+    def _run(self, *arguments: str, captured: bool, program: str = "snapstore") -> bytes:
         """Run one command; return its standard output when that is captured."""
-        tell(f"[cyan]$ snapstore {escape(' '.join(arguments))}[/cyan]")
-        command = [str(SNAPSTORE), *arguments, "--store", self.url]
+        tell(f"[cyan]$ {program} {escape(' '.join(arguments))}[/cyan]")
+        command = [str(PROGRAMS / program), *arguments, "--store", self.url]
         # Progress bars of the commands would fight with the lines printed here.
         stderr = subprocess.PIPE if captured else None
         stdout = subprocess.PIPE if captured else None
@@ -140,7 +170,7 @@ class StoreCommands:
         if result.returncode != 0:
             reason = (result.stderr or b"").decode(errors="replace")
             raise DemoFailedError(
-                f"snapstore {arguments[0]} ended with status {result.returncode}\n{reason}"
+                f"{program} {arguments[0]} ended with status {result.returncode}\n{reason}"
             )
         return result.stdout or b""
 
@@ -241,13 +271,50 @@ def bring_back(
         criu.restore(images)
         tell(f"process {process.pid} is alive again")
     with steps.step("ask it who it is"):
-        now = Vitals.of(process)
-        check("SHA-256 of its memory", expected=vitals.memory, found=now.memory)
-        check("threads", expected=vitals.threads, found=now.threads)
-        check("offset in its file", expected=vitals.file_offset, found=now.file_offset)
-    with steps.step("let it end"):
-        process.ask("quit")
+        compare(vitals, process)
+
+
+def compare(vitals: Vitals, process: LiveProcess) -> None:
+    """Ask a process who it is, and fail unless it is what it was."""
+    now = Vitals.of(process)
+    check("SHA-256 of its memory", expected=vitals.memory, found=now.memory)
+    check("threads", expected=vitals.threads, found=now.threads)
+    check("offset in its file", expected=vitals.file_offset, found=now.file_offset)
+
+
+def without_dumps(
+    steps: Steps, store: StoreCommands, process: LiveProcess, vitals: Vitals, home: Path
+) -> None:
+    """Capture the process straight into the store and restore it straight out of it."""
+    with steps.step("now without any dump: capture it straight into the store; this ends it"):
+        captured = store.capture(process.pid, LIVE)
         process.reap()
+        tell(
+            f"{format_bytes(captured.page_bytes)} of memory, {format_bytes(captured.stored_bytes)}"
+            f" of it new to the store; it stood still for {captured.frozen_s:.2f} s"
+        )
+    restored = None
+    try:
+        with steps.step("restore it straight out of the store"):
+            restored = store.restore(LIVE)
+            tell(
+                f"it ran again after {restored.running_s:.2f} s, and had all of its memory after"
+                f" {restored.total_s:.2f} s"
+            )
+        with steps.step("ask it who it is"):
+            compare(vitals, process)
+        with steps.step("let it end"):
+            process.ask("quit")
+    finally:
+        if restored is not None:
+            end_stranger(restored.root_pid, home)
+
+
+def end_stranger(pid: int, home: Path) -> None:
+    """Kill a process that is no child of ours, if it is the one that works in a folder."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{pid}/cwd").readlink() == home:
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -285,6 +352,7 @@ def run_demo(work: Path, criu: Criu, size_mib: int, *, on_s3: bool) -> None:
         vitals = dump_twice(steps, criu, process, dumps, size_mib)
         store_both(steps, store, dumps)
         bring_back(steps, store, criu, process, vitals, work / "pulled")
+        without_dumps(steps, store, process, vitals, home)
     console.print("\n[bold green]Done: the process came back from the store alone.[/bold green]")
 
 
@@ -321,7 +389,10 @@ def start(options: argparse.Namespace) -> None:
             " needed: set TMPDIR to another folder, or use a smaller --mib"
         )
     criu = Criu(options.criu)
+    os.environ["SNAPAGENT_CRIU"] = str(options.criu)
     with tempfile.TemporaryDirectory(prefix="snapstore-demo-") as folder:
+        # The agent's record of what it did goes away with the rest.
+        os.environ["SNAPAGENT_STATE_DIR"] = folder + "/state"
         console.print(f"CRIU {criu.version()}, working in {folder}")
         run_demo(Path(folder), criu, options.mib, on_s3=options.s3)
 
