@@ -381,7 +381,7 @@ class Restoration:
             eager_bytes=self._facts.eager_bytes,
             shared_bytes=self._facts.shared_bytes,
             lazy=stats,
-            bottleneck=_bottleneck(self._setup_s, self._running_s, self._filled_s),
+            bottleneck=_bottleneck(self._setup_s, self._running_s, self._filled_s, stats),
         )
 
 
@@ -426,14 +426,15 @@ def find_obstacles(store: Store, request: RestoreRequest, config: AgentConfig) -
     return _obstacles(_look_up(store, request), config)
 
 
-def _bottleneck(setup_s: float, running_s: float, filled_s: float) -> str:
-    """Name the phase that took longest."""
-    phases = {
+def _bottleneck(setup_s: float, running_s: float, filled_s: float, lazy: LazyStats) -> str:
+    """Name what most of the time went into."""
+    reads = lazy.read_s >= lazy.copy_s
+    parts = {
         "the agent's setup": setup_s,
         "CRIU": running_s - setup_s,
-        "filling memory": filled_s - running_s,
+        "reading and checking memory" if reads else "copying memory": filled_s - running_s,
     }
-    return max(phases, key=lambda name: phases[name])
+    return max(parts, key=lambda name: parts[name])
 
 
 def restore(

@@ -335,3 +335,4 @@ class LazyPages:
                         self._events.drop(task)
         finally:
             filler.close()
+            self._tally.add(read_s=filler.read_s, copy_s=filler.copy_s)

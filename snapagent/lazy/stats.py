@@ -26,6 +26,8 @@ class LazyStats:
         events: How often a process forked, moved, discarded or unmapped memory.
         queue_max: How many threads waited at once at most.
         tasks: Restored processes and forked ones so far.
+        read_s: What threads spent on reading for the background, all added up.
+        copy_s: Likewise on copying what they had read into the processes.
         first_fault_s: When a thread waited first.
         restored_s: When CRIU had restored all tasks.
         filled_s: When nothing was missing any more.
@@ -40,6 +42,8 @@ class LazyStats:
     events: int = 0
     queue_max: int = 0
     tasks: int = 0
+    read_s: float = 0.0
+    copy_s: float = 0.0
     first_fault_s: float | None = None
     restored_s: float | None = None
     filled_s: float | None = None
@@ -54,7 +58,7 @@ class Tally:
         self._lock = threading.Lock()
         self._stats = LazyStats()
 
-    def add(self, **counts: int) -> None:
+    def add(self, **counts: float) -> None:
         """Count something."""
         with self._lock:
             old = self._stats
