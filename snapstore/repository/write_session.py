@@ -232,12 +232,16 @@ class WriteSession:
             FormatError: The format cannot say `what`.
             BackendError: The storage failed; what was stored so far is found by the next push.
             ConcurrencyError: Somebody else decided first; start over.
+            Interrupted: Somebody wants to stop; nothing has the name.
         """
         self._meter.enter("commit")
         self._packer.finish()
         entries = [self._write_rank(rank) for rank in ranks]
         data, snapshot = encode_snapshot(self._root(what, entries))
         self.put(ObjectKind.SNAPSHOT, snapshot.hex, Built([data], snapshot, len(data)))
+        if self.in_a_hurry:
+            # The storage may have answered long after it was given up.
+            raise Interrupted(f"storing {what.name} was aborted", next_step="start over")
         self.lease.commit(snapshot)
         generation = set_ref(self.backend, self.clock, what.name, snapshot)
         return PushResult(

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -437,6 +437,33 @@ def test_an_abort_wakes_those_who_wait(producers: int) -> None:
         with pytest.raises(RefNotFound):
             store.snapshot(NAME)
     assert lease_of(backend) is LeaseState.RELEASED
+
+
+class HookedBackend(MemoryBackend):
+    """Calls something once it has a snapshot's root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then: Callable[[], None] = lambda: None
+
+    @override
+    def put_new(self, kind: ObjectKind, name: str, pieces: Sequence[BytesLike]) -> None:
+        super().put_new(kind, name, pieces)
+        if kind is ObjectKind.SNAPSHOT:
+            self.then()
+
+
+def test_an_abort_in_a_commit_leaves_nothing_under_the_name() -> None:
+    """Goal: what was given up does not get its name later, when the storage answers after all."""
+    backend = HookedBackend()
+    with Store(backend, CONFIG, StoreOptions(), ManualClock()) as store:
+        with store.begin(NAME) as writer:
+            writer.add_file("host", "file", b"something")
+            backend.then = writer.abort
+            with pytest.raises(Interrupted, match="aborted"):
+                writer.commit()
+        with pytest.raises(RefNotFound):
+            store.snapshot(NAME)
 
 
 @pytest.mark.slow
