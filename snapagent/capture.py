@@ -200,6 +200,8 @@ class _Dump:
         self._config = config
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
+        self._decided = threading.Event()
+        """Set once the snapshot is durable, or something has failed."""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -209,6 +211,7 @@ class _Dump:
             stack.callback(self._ours.close)
             stack.callback(self._theirs.close)
             self._page_receiver = PageReceiver(self._ours, self.pages)
+            self._committer = threading.Thread(target=self._make_durable, name="snapagent-commit")
             self._receiver = threading.Thread(target=self._receive_pages, name="snapagent-pages")
             self._streamer = stack.enter_context(
                 CaptureStreamer(self._work.path, self._images, self._fail)
@@ -220,7 +223,11 @@ class _Dump:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        try:
+            self._stack.close()
+        finally:
+            if self._committer.ident is not None:
+                self._committer.join()
 
     def run(self) -> None:
         """Run CRIU to its end.
@@ -302,6 +309,7 @@ class _Dump:
             if self._failure is not None:
                 return
             self._failure = error
+        self._decided.set()
         self._writer.abort()
         self._hang_up()
         # On another thread: it waits for those of the images, one of which this may be.
@@ -312,13 +320,22 @@ class _Dump:
         self._page_receiver.close()
 
     def _commit(self) -> bool:
-        """Make the snapshot durable while CRIU waits; on the hook's thread."""
+        """Make the snapshot durable while CRIU waits; on the hook's thread.
+
+        Answers as soon as anything fails: the processes are not to stand still until a store that
+        does not answer is given up.
+        """
+        self._committer.start()
+        self._decided.wait()
+        return self.pushed is not None and self._failure is None
+
+    def _make_durable(self) -> None:
         self.commit_began_s = self._clock.monotonic_s()
         try:
             self._receiver.join()
             self._streamer.settle()
             if self._failure is not None:
-                return False
+                return
             self._images.require_whole()
             described = snapstore.describe_images(self._images.kept, self._images.sizes)
             config = self._config
@@ -326,9 +343,9 @@ class _Dump:
             self.pushed = self._writer.commit(kind=described.kind, requirements=requirements)
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU
             self._fail(error)
-            return False
-        self.commit_ended_s = self._clock.monotonic_s()
-        return True
+        finally:
+            self.commit_ended_s = self._clock.monotonic_s()
+            self._decided.set()
 
 
 def _is_elsewhere(pid: int) -> bool:
