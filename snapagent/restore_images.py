@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import itertools
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +32,8 @@ __all__ = ["DumpFacts", "StreamedImages", "pieces", "read_facts"]
 
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 1 << 20
+_GHOST_PATHS_BYTES_MAX = 64 << 10
+"""They go to the supervisor in one message."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +63,16 @@ class DumpFacts:
         """Addresses that sockets are bound to, other than the loopback and unspecified ones."""
         bound = {socket.source_address for socket in self.images.files.inet}
         return tuple(sorted(address for address in bound if address and _is_of_a_link(address)))
+
+    @property
+    def ghosts(self) -> list[str]:
+        """Paths that open files had which have no name any more; of very many, the first ones."""
+        files = self.images.files.regular
+        names = [files[one].name for one in sorted(self.images.removed) if one in files]
+        sizes = itertools.accumulate(2 * len(os.fsencode(name)) for name in names)
+        return [
+            name for name, size in zip(names, sizes, strict=True) if size <= _GHOST_PATHS_BYTES_MAX
+        ]
 
     @property
     def is_shell_job(self) -> bool:

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Final, Literal, Self
 
 from snapagent.errors import AgentError, PreflightFailed, ProtocolError, WorkloadLost
 from snapagent.linux import processes
+from snapagent.linux.ghosts import remove_ghosts
 from snapagent.linux.network import fresh_network
 from snapagent.linux.packets import BadPacketError, Channel, Packet, channel_pair
 
@@ -34,6 +35,8 @@ KILL_S_MAX: Final = 60.0
 LAST_RESORT_S: Final = 10.0
 RELEASE_S_MAX: Final = 30.0
 TRACE_CHARS_MAX: Final = 2000
+LIMITS: Final = "limits.so"
+"""With it CRIU can capture other users' processes without CAP_SYS_RESOURCE."""
 
 Task = Literal["restore", "capture"]
 
@@ -93,7 +96,10 @@ def criu_command(program: Path) -> tuple[list[str], Path]:
     """
     home = program.resolve().parent
     if (home / "ld.so").exists():
-        return ["{criu}/ld.so", "--library-path", "{criu}/lib", "{criu}/criu.bin"], home
+        command = ["{criu}/ld.so", "--library-path", "{criu}/lib"]
+        if (home / "lib" / LIMITS).exists():
+            command += ["--preload", f"{{criu}}/lib/{LIMITS}"]
+        return [*command, "{criu}/criu.bin"], home
     return [f"{{criu}}/{program.resolve().name}"], home
 
 
@@ -133,6 +139,7 @@ class Supervisor:
         self._strays: processes.Strays | None = None
         self._task: Task = "restore"
         self._work: Path | None = None
+        self._ghosts: Sequence[str] = ()
         self._killing = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="supervision", daemon=True)
         self.keeper_pid = 0
@@ -147,6 +154,7 @@ class Supervisor:
         task: Task = "restore",
         directories: Mapping[str, Path] | None = None,
         pids: Collection[int] = (),
+        ghosts: Sequence[str] = (),
         reason_file: Path | None = None,
         on_death: Callable[[str], None] | None = None,
     ) -> Self:
@@ -160,6 +168,8 @@ class Supervisor:
             pids: the ids of all processes and threads of the snapshot. In fresh process ids no
                 other process gets one of them; and they are what is left to find the processes by
                 when the supervisor and its keeper were killed.
+            ghosts: paths of files that had lost their names, which CRIU makes again for a moment;
+                what it has left of them is removed, unless the tree is released.
             reason_file: gets a line of JSON (`ended`, `time_ns`) if it ends without the agent.
             on_death: called from another thread, once, with the reason, when the supervisor or the
                 keeper ended without having been told to. In a restore everything is dead by then.
@@ -178,6 +188,7 @@ class Supervisor:
             "work": str(work_directory.absolute()) if work_directory else "",
             "reasons": str(reason_file.absolute()) if reason_file else "",
             "pids": sorted(pids),
+            "ghosts": list(ghosts),
             "fresh_pids": int(place.pids == "fresh"),
             "join": place.join_pid or 0,
             "network": int(place.network == "fresh"),
@@ -194,6 +205,7 @@ class Supervisor:
                 fds.callback(os.close, sent[-1])
             supervisor = cls(*_spawn())
             supervisor._task, supervisor._work = task, work_directory
+            supervisor._ghosts = ghosts if place.join_pid is None else ()
             supervisor._begin(values, sent, on_death)
         return supervisor
 
@@ -233,6 +245,12 @@ class Supervisor:
     def pid(self) -> int:
         """The id of the supervisor itself."""
         return self._process.pid
+
+    @property
+    def ended(self) -> str | None:
+        """Why all of it is gone, once it is."""
+        with self._changed:
+            return self._state.ended
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -460,6 +478,7 @@ class Supervisor:
                     signal.pidfd_send_signal(self._keeper_fd, signal.SIGKILL)
             if self._strays is not None:
                 left += processes.kill_strays(self._strays, LAST_RESORT_S)
+            remove_ghosts(self._ghosts)
         if self._work is not None:
             shutil.rmtree(self._work, ignore_errors=True)
         return left

@@ -48,6 +48,7 @@ from typing import Final
 
 from snapagent.keeper import KeeperOrder, keep
 from snapagent.linux import namespaces, processes
+from snapagent.linux.ghosts import remove_ghosts, remove_ghosts_below
 from snapagent.linux.packets import BadPacketError, Channel, Packet, channel_pair
 
 __all__ = ["KILL_S", "main"]
@@ -79,6 +80,9 @@ class _Supervisor:
         self._work = start.text("work")
         self._reasons = start.text("reasons")
         self._pids = start.numbers("pids")
+        self._ghosts = start.texts("ghosts")
+        self._root_fd = -1
+        """Of the place, if it is another one."""
         self._fresh_pids = bool(start.number("fresh_pids"))
         self._start = start
         self._held: list[int] = []
@@ -110,6 +114,7 @@ class _Supervisor:
             self._tell("released", {})
             return 0
         left = self._end_everything()
+        self._remove_ghosts()
         self._clean_up()
         reason = self._ending or ""
         if self._agent_gone:
@@ -134,6 +139,8 @@ class _Supervisor:
         network_fd = fds.pop(0) if start.number("network") else None
         join = start.number("join")
         target = namespaces.open_target(join) if join else None
+        if target is not None:
+            self._root_fd = os.dup(target.root_fd)
         order = KeeperOrder(
             self._fresh_pids, self._capture, network_fd, target, directories, self._pids
         )
@@ -156,7 +163,8 @@ class _Supervisor:
     def _serve(self) -> None:
         """Serve the agent and the keeper until it is released or has to end."""
         poll = select.poll()
-        for channel in (self._agent, self._keeper):
+        # The keeper first: where it has died, what the agent says follows from that.
+        for channel in (self._keeper, self._agent):
             poll.register(channel.fileno(), select.POLLIN)
         while not self._released:
             # CRIU in the middle of a dump is waited for: its end is what ends it then.
@@ -262,6 +270,16 @@ class _Supervisor:
             strays = processes.Strays(self._pids, self._namespace, started.started_ticks)
             left += processes.kill_strays(strays, timeout_s)
         return left
+
+    def _remove_ghosts(self) -> None:
+        """Remove what a CRIU that was killed has left in the place."""
+        if self._capture or not self._ghosts:
+            return
+        if self._root_fd < 0:
+            remove_ghosts(self._ghosts)
+        else:
+            with contextlib.suppress(OSError):
+                remove_ghosts_below(self._root_fd, self._ghosts)
 
     def _clean_up(self) -> None:
         """Close the userfaultfds, reap, remove the work directory."""
