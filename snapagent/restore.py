@@ -52,6 +52,7 @@ _HINT_BYTES_MAX = 16 << 20
 _TELL_S = 0.2
 _REAP_S_MAX = 5.0
 _CRIU_END_S_MAX = 2.0
+_STOP_S_MAX = 2.0
 _REAP_POLL_S = 0.01
 _FILL_BUFFER_BYTES = 16 << 20
 
@@ -174,7 +175,16 @@ class Restoration:
         try:
             self._end_tree()
         finally:
-            self._stack.close()
+            self._stop_serving()
+
+    def _stop_serving(self) -> None:
+        """End all threads. Those that the store keeps waiting are not waited for.
+
+        Nobody needs them any more, and they end when the store's patience does.
+        """
+        thread = threading.Thread(target=self._stack.close, name="snapagent-close", daemon=True)
+        thread.start()
+        thread.join(_STOP_S_MAX)
 
     def run(self, progress: ProgressCallback | None = None) -> RestoreResult:
         """Do all of it: start, record if that is asked for, wait until filled, release."""
@@ -209,6 +219,7 @@ class Restoration:
             work,
             directories={"criu": home},
             pids=facts.images.pids,
+            ghosts=facts.ghosts,
             reason_file=self._reason_file,
             on_death=lambda reason: self._fail(WorkloadLost(f"the processes ended: {reason}")),
         )
@@ -286,6 +297,10 @@ class Restoration:
                 # That its sockets broke is only how it looks from here: its log knows why.
                 failed = program.criu_failed("restore", ran.status, work / "restore.log")
                 raise failed from self._failure
+        except WorkloadLost:
+            # What has failed first is why the supervisor was told to end it.
+            self._check()
+            raise
         finally:
             self._criu_ended.set()
         self._check()
@@ -326,9 +341,14 @@ class Restoration:
     def _check(self) -> None:
         with self._lock:
             failure = self._failure
-        if failure is not None:
-            self._end_tree()
-            raise failure
+        if failure is None:
+            return
+        self._end_tree()
+        reason = self._started.ended if self._started is not None else None
+        if isinstance(failure, ProtocolError) and reason not in {None, str(failure)}:
+            # CRIU hung up since somebody had ended it.
+            raise WorkloadLost(f"the processes ended: {reason}") from failure
+        raise failure
 
     def record(self, seconds: float) -> None:
         """Let the processes run on what they touch, keep the order of that, and fill the rest.

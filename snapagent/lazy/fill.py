@@ -57,9 +57,13 @@ class ReadBuffer:
         self.address = address_of(self.view)
 
     def close(self) -> None:
-        """Give the memory back."""
-        self.view.release()
-        self._map.close()
+        """Give the memory back, or leave it to those that still refer to it.
+
+        Such as the traceback of a read that failed, which is on its way to whoever has to know.
+        """
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
 
 
 class WorkList:
