@@ -57,10 +57,11 @@ def work_directory(config: AgentConfig, doing: str) -> Iterator[WorkDirectory]:
         )
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_abandoned(parent)
-        path.mkdir(mode=0o700)
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(parent):
+            _remove_abandoned(parent)
+            path.mkdir(mode=0o700)
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise AgentError(
             f"cannot work in {parent}: {error.strerror}",
@@ -71,6 +72,17 @@ def work_directory(config: AgentConfig, doing: str) -> Iterator[WorkDirectory]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def _locked(parent: Path) -> Iterator[None]:
+    """Keep others out: they would take a directory that is not locked yet for an abandoned one."""
+    fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _remove_abandoned(parent: Path) -> None:
