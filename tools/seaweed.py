@@ -113,6 +113,19 @@ def free_port() -> int:
                 return port
 
 
+def _free_ports(count: int) -> list[int]:
+    """Find so many, none of which is another one's twin."""
+    ports: list[int] = []
+    taken: set[int] = set()
+    while len(ports) < count:
+        port = free_port()
+        both = {port, port + _TWIN}
+        if not taken & both:
+            ports.append(port)
+            taken |= both
+    return ports
+
+
 def version(weed: Path) -> str:
     """Say which version a program is."""
     output = subprocess.run([str(weed), "version"], capture_output=True, text=True, check=True)  # noqa: S603
@@ -130,7 +143,7 @@ def running_server(directory: Path, weed: Path, *, volume_mb: int = 64) -> Itera
     """
     (directory / "data").mkdir(parents=True)
     (directory / "log").mkdir()
-    ports = {name: free_port() for name in _PORTS}
+    ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
     command = [
         "/bin/sh",
         "-c",
