@@ -11,6 +11,7 @@ from hypothesis import settings
 
 # Fixtures that other tests may ask for.
 pytest_plugins = [
+    "tests.support.agent",
     "tests.support.criu",
     "tests.support.lazy_pages",
     "tests.support.s3",

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from snapstore.units import MIB
 from tests.support.processes import end_processes_in, processes_in, wait_until
+from tests.support.programs.tree_parts import WRONG
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "tests.support.programs.tree_of_four"
@@ -133,6 +134,11 @@ class ProcessTree:
         answer = self.ask("check", blocks=blocks)
         assert [member["number"] for member in answer["members"]] == list(range(MEMBERS))
         return answer
+
+    def wrong_memory(self) -> str:
+        """Return what its processes have ever seen in their memory that was not right."""
+        path = self.home / WRONG
+        return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def processes(self) -> list[int]:
         """Return the ids of its living processes as seen from here."""
