@@ -39,6 +39,11 @@ __all__ = ["LazyPages"]
 FAULT_THREADS = 4
 """They mostly wait for the store; more of them do not make one fault faster."""
 
+FIRST_PAUSE_S, PAUSE_S = 0.1, 0.005
+"""How long filling waits at most for processes that fault. What they touch first decides when they
+answer, and they share the processors with it. Later it waits for less time than a part takes, so
+that a process that never stops faulting slows it down but does not stop it."""
+
 RECORDED_RUNS_MAX = 1 << 16
 
 
@@ -258,6 +263,8 @@ class LazyPages:
         self._speak()
         planner.join()
         self._may_fill.wait()
+        # The processes are about to run.
+        self._waiting.expect()
         self._fill(plan)
         while not self._stop.is_set() and (
             parts := left_over(self._all_tasks(), self._buffer_bytes)
@@ -324,8 +331,11 @@ class LazyPages:
 
     def _work(self, work: WorkList) -> None:
         filler = PartFiller(self._buffer_bytes, self._stop)
+        pause_s = FIRST_PAUSE_S
         try:
             while not self._stop.is_set() and (part := work.take()) is not None:
+                self._waiting.wait_until_quiet(self._stop, pause_s)
+                pause_s = PAUSE_S
                 tasks = self._tasks[part.image]
                 fill_bytes, zero_bytes = filler.fill(part, self._files[part.image], tasks)
                 self._tally.add(fill_bytes=fill_bytes, zero_bytes=zero_bytes)
