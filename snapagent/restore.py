@@ -243,6 +243,8 @@ class Restoration:
         self._setup_s = self._elapsed_s()
         self._run_criu(argv, work)
         self._running_s = self._elapsed_s()
+        if request.record_s is None:
+            self._lazy.start_fill()
 
     def _await_reaped(self) -> None:
         """Wait a moment for processes that have ended but keep ids of the snapshot.
@@ -274,7 +276,8 @@ class Restoration:
             buffer_bytes=_FILL_BUFFER_BYTES,
             hold=self._supervisor.hold,
             on_error=self._fail,
-            fill=request.record_s is None,
+            # Else once the processes run: until then CRIU needs the processors.
+            fill=request.eager and request.record_s is None,
             order=self._hint() if request.record_s is None else [],
             record=request.record_s is not None,
         )

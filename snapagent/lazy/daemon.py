@@ -41,6 +41,10 @@ FAULT_THREADS = 4
 
 RECORDED_RUNS_MAX = 1 << 17
 """Of 64 KiB: what a process touches later than 8 GB is no start any more."""
+FIRST_PAUSE_S, PAUSE_S = 0.1, 0.005
+"""How long filling waits at most for processes that fault. What they touch first decides when they
+answer, and they share the processors with it. Later it waits for less time than a part takes, so
+that a process that never stops faulting slows it down but does not stop it."""
 
 
 class LazyPages:
@@ -259,6 +263,8 @@ class LazyPages:
         self._speak()
         planner.join()
         self._may_fill.wait()
+        # The processes are about to run.
+        self._waiting.expect()
         self._fill(plan)
         while not self._stop.is_set() and (
             parts := left_over(self._all_tasks(), self._buffer_bytes)
@@ -325,8 +331,11 @@ class LazyPages:
 
     def _work(self, work: WorkList) -> None:
         filler = PartFiller(self._buffer_bytes, self._stop)
+        pause_s = FIRST_PAUSE_S
         try:
             while not self._stop.is_set() and (part := work.take()) is not None:
+                self._waiting.wait_until_quiet(self._stop, pause_s)
+                pause_s = PAUSE_S
                 tasks = self._tasks[part.image]
                 fill_bytes, zero_bytes = filler.fill(part, self._files[part.image], tasks)
                 self._tally.add(fill_bytes=fill_bytes, zero_bytes=zero_bytes)

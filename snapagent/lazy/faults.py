@@ -9,6 +9,7 @@ from snapagent.lazy.fill import CHANGING_PAUSE_S, ReadBuffer
 from snapagent.lazy.memory import PAGE_BYTES
 from snapagent.lazy.stats import PageRun
 from snapagent.lazy.task import LiveTask, Outcome
+from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
     import threading
@@ -22,20 +23,40 @@ FAULT_BYTES = 64 << 10
 """How much around an address is filled at once: what is near is needed soon."""
 
 
+QUIET_S = 0.003
+"""A process that touches one page after the other asks again within less."""
+
+
 class FaultQueue:
     """Addresses that somebody waits for. Thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[tuple[LiveTask, int] | None] = queue.SimpleQueue()
+        self._clock = SystemClock()
+        self._asked_s = 0.0
 
     def put(self, task: LiveTask, address: int) -> int:
         """Add one; returns how many wait about now."""
+        self.expect()
         self._waiting.put((task, address))
         return self._waiting.qsize()
 
     def get(self) -> tuple[LiveTask, int] | None:
         """Take one; blocks. None says that it is over."""
         return self._waiting.get()
+
+    def expect(self) -> None:
+        """Note that somebody asks, or is about to."""
+        self._asked_s = self._clock.monotonic_s()
+
+    def wait_until_quiet(self, stop: threading.Event, longest_s: float) -> None:
+        """Wait until nobody has asked for `QUIET_S`, but not longer than `longest_s`."""
+        deadline_s = self._clock.monotonic_s() + longest_s
+        while not stop.is_set():
+            left_s = min(self._asked_s + QUIET_S, deadline_s) - self._clock.monotonic_s()
+            if left_s <= 0:
+                return
+            stop.wait(left_s)
 
     def end(self, readers: int) -> None:
         """Wake that many readers, who get None after all that is waiting."""
