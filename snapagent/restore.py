@@ -34,6 +34,7 @@ from snapagent.restore_images import StreamedImages, read_facts
 from snapagent.supervision import Place, Supervisor, criu_command
 from snapagent.workdir import work_directory
 from snapstore.clock import SystemClock
+from snapstore.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,6 +70,9 @@ class RestoreRequest:
         record_s: Fill only what is touched for so long, and keep the order of first touches as a
             hint for later restores; then fill the rest.
         force: Restore although preflight found what forbids it.
+
+    Raises:
+        UsageError: The wishes contradict each other.
     """
 
     name: str
@@ -77,6 +81,13 @@ class RestoreRequest:
     eager: bool = False
     record_s: float | None = None
     force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.eager and self.record_s is not None:
+            raise UsageError(
+                "what is filled beforehand is not touched in any order",
+                next_step="leave out --eager to record",
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
