@@ -106,7 +106,7 @@ def restore_stuck(
     gate.closed = True
     asking = Asking(tree.check)
     gate.await_held(process)
-    assert waits_for_memory(tree.processes())
+    wait_until(lambda: waits_for_memory(tree.processes()), "a process waits for memory")
     return process, asking
 
 
@@ -132,6 +132,9 @@ def test_agent_killed_while_memory_is_missing(
         process, asking = restore_stuck(stored, gate, place)
         killed(process)
         assert_never_wrong(stored.tree, asking)
+    (entry,) = stored.agent.history(count=1)
+    assert entry["result"] == "interrupted"
+    assert entry["reason"] == "the agent ended without releasing it"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,8 @@ def test_helper_killed_while_memory_is_missing(
         assert error["code"] == "WorkloadLost"
         assert KILLED[name] in error["message"]
         assert_never_wrong(stored.tree, asking)
+    (entry,) = stored.agent.history(count=1)
+    assert (entry["result"], entry["outcome"]["error"]) == ("error", "WorkloadLost")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
