@@ -73,9 +73,12 @@ def test_fifty_restores_leave_nothing(agent: Agent, work_dir: Path) -> None:
                 restore_check_and_kill(agent, store, process, memory)
                 if number == WARM_UP:
                     before = (resident_bytes(), open_fds(), threading.active_count())
-            after = (resident_bytes(), open_fds(), threading.active_count())
-    assert after[1:] == before[1:]
-    assert after[0] - before[0] < GROWTH_BYTES_MAX
+            # The last threads of the last restore may be about to end.
+            wait_until(
+                lambda: (open_fds(), threading.active_count()) <= before[1:],
+                "no more descriptors and threads than before",
+            )
+            assert resident_bytes() - before[0] < GROWTH_BYTES_MAX
 
 
 # -- hints ----------------------------------------------------------------------------------------
