@@ -132,7 +132,8 @@ class Handshake:
         self.directory: Final = os.path.abspath(directory)  # noqa: PTH100 - links stay as they are
         self.framework: Final = _checked(framework)
         self.standby: Final = standby
-        self._lock = threading.Lock()
+        # One that a handler of signals may take again, on the thread that has it.
+        self._lock = threading.RLock()
         self._stage = _Stage.NEW
         self._life: Life | None = None
         self._sleepers: set[Sleeper] = set()
@@ -251,10 +252,13 @@ class Handshake:
             await _on_a_thread(functools.partial(self._stand_by, sleeper), sleeper.wake)
 
     def cancel(self) -> None:
-        """End all waits of this handshake, present and future. May be called again."""
+        """End all waits of this handshake, present and future.
+
+        May be called again, from any thread, and in a handler of signals.
+        """
         with self._lock:
             self._cancelled = True
-            for sleeper in self._sleepers:
+            for sleeper in tuple(self._sleepers):
                 sleeper.wake()
 
     # -- parts ------------------------------------------------------------------------------------

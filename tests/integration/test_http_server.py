@@ -128,10 +128,10 @@ def server(request: pytest.FixtureRequest, work_dir: Path) -> Iterator[Server]:
 def test_a_server_answers_the_same_before_and_after(server: Server, work_dir: Path) -> None:
     """Goal: capture, restore and handshake work together, with another directory afterwards.
 
-    Method: let the example serve until it is warm, capture it once it is ready, and end it. Replace
-    the control directory, as another container would have another one. Restore it into fresh pids
-    and a fresh network; nothing is served before the agent's word, and after it all is as before.
-    With `hourly`, only having been frozen can have told it so.
+    Method: let the example serve until it is warm, capture it once it is ready, and end it. Take
+    the control directory away, and restore it into fresh pids and a fresh network. Then give it
+    another directory, as another container would have, with the agent's word; after that, all is
+    as before. With `hourly`, only having been frozen can have told it that it was restored.
     """
     control = work_dir / "control"
     before = [server.ask("/state"), server.ask("/item/7"), server.ask("/item/41999")]
@@ -144,17 +144,15 @@ def test_a_server_answers_the_same_before_and_after(server: Server, work_dir: Pa
     assert str(control) not in files
     snapagent(server.home, "capture", "--pid", str(server.pid), NAME, "--stop")
     server.end()
-    control.rename(work_dir / "control-before")
-    control.mkdir()
+    control.rename(work_dir / "control-of-the-first-life")
 
+    restored = snapagent(server.home, "restore", NAME, "--pids", "fresh", "--network", "fresh")
+    pid = restored["root_pid"]
+    # In the next life it is told by inotify.
+    watch = "anon_inode:inotify"
+    wait_until(lambda: watch in open_files(pid), "it watches", seconds=PAUSE_S_MAX)
+    control.mkdir()
     with ControlDirectory.open(str(control)) as agent:
-        agent.clear_for_restore()
-        restored = snapagent(server.home, "restore", NAME, "--pids", "fresh", "--network", "fresh")
-        pid = restored["root_pid"]
-        # In the next life it is told by inotify.
-        watch = "anon_inode:inotify"
-        wait_until(lambda: watch in open_files(pid), "it watches", seconds=PAUSE_S_MAX)
-        assert list(control.iterdir()) == []
         agent.announce_restored()
         assert agent.wait_serving("http", PAUSE_S_MAX) == "ready\n"
     assert watch not in open_files(pid)

@@ -290,6 +290,20 @@ def test_a_task_that_waits_is_cancelled_and_may_wait_again(tmp_path: Path) -> No
     assert threading.active_count() == threads
 
 
+def test_a_handler_of_signals_may_cancel(ready: Handshake) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: ready.cancel())
+    timer = threading.Timer(0, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        timer.start()
+        with pytest.raises(HandshakeCancelled):
+            ready.wait(WAIT_S_MAX)
+        with ready._lock:
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_standing_by_ends_when_cancelled(tmp_path: Path) -> None:
     handshake = Handshake(str(tmp_path), "vllm", standby=True)
     done(tmp_path, "restore-complete")
