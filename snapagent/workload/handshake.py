@@ -18,8 +18,6 @@ Imports nothing but the standard library, so that every worker can afford it.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import enum
 import errno
@@ -28,13 +26,14 @@ import os
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Self
 
 from snapagent.linux.standstill import Sleeper, Woken, present_life
+from snapagent.workload.threads import on_a_thread
 from snapagent.workload.watch import FileWatch, Stopped, is_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from snapagent.linux.standstill import Life
 
@@ -62,8 +61,6 @@ SNAPSHOT_COMPLETE: Final = "snapshot-complete"
 RESTORE_COMPLETE: Final = "restore-complete"
 
 TEXT_BYTES_MAX: Final = 64 << 10
-T = TypeVar("T")
-
 LOOK_S: Final = 1.0
 """How often the first life looks for files: only older agents write one for it."""
 
@@ -204,7 +201,7 @@ class Handshake:
     async def wait_async(self, timeout_s: float | None = None) -> Outcome:
         """Do as `wait` does without blocking the event loop; a cancelled task waits no more."""
         with self._sleeper() as sleeper:
-            return await _on_a_thread(
+            return await on_a_thread(
                 functools.partial(self._wait, sleeper, timeout_s), sleeper.wake
             )
 
@@ -249,7 +246,7 @@ class Handshake:
     async def stand_by_async(self) -> None:
         """Do as `stand_by` does without blocking the event loop."""
         with self._sleeper() as sleeper:
-            await _on_a_thread(functools.partial(self._stand_by, sleeper), sleeper.wake)
+            await on_a_thread(functools.partial(self._stand_by, sleeper), sleeper.wake)
 
     def cancel(self) -> None:
         """End all waits of this handshake, present and future.
@@ -376,20 +373,6 @@ class Handshake:
                 f"cannot write {name} into {self.directory}: {error.strerror}; mount the volume "
                 f"that is shared with the agent there, or correct ${DIRECTORY_VARIABLES[0]}"
             ) from error
-
-
-async def _on_a_thread(call: Callable[[], T], stop: Callable[[], None]) -> T:
-    """Run a wait on a thread of its own; it has ended when this returns, however it does."""
-    loop = asyncio.get_running_loop()
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="handshake") as pool:
-        future = loop.run_in_executor(pool, call)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            stop()
-            with contextlib.suppress(HandshakeError, asyncio.CancelledError):
-                await future
-            raise
 
 
 def _checked(framework: str) -> str:

@@ -420,5 +420,6 @@ print(*sorted(name for name in sys.modules
         "snapagent.workload.engines",
         "snapagent.workload.handshake",
         "snapagent.workload.procedure",
+        "snapagent.workload.threads",
         "snapagent.workload.watch",
     ]
