@@ -1,0 +1,1 @@
+"""What runs inside of the processes that are captured; the standard library suffices for it."""
