@@ -131,7 +131,9 @@ def read_images(read: Callable[[str], bytes | None]) -> Images:
         directories=_of_each(processes, read, "fs", parse_fs),
         files=files,
         terminals=_terminals_of_others(_parsed(read, "tty-info.img", parse_tty_info) or ()),
-        removed=frozenset(_parsed(read, "remap-fpath.img", parse_remaps) or ()),
+        removed=frozenset(
+            remap.file_id for remap in _parsed(read, "remap-fpath.img", parse_remaps) or ()
+        ),
         private_bytes=sum(kept) * PAGE_BYTES,
         shared_bytes=_shared_bytes(read, memories.values()),
         own_namespaces=own,
