@@ -29,7 +29,7 @@ from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_streamer import CaptureStreamer
 from snapagent.criu.page_receiver import PageReceiver, page_sockets
-from snapagent.errors import AgentError
+from snapagent.errors import AgentError, ProtocolError
 from snapagent.linux import namespaces, processes
 from snapagent.preflight import CaptureConditions, add_machine, check_process, require
 from snapagent.supervision import Place, Supervisor, criu_command
@@ -126,16 +126,18 @@ def capture(
 
     Raises:
         PreflightFailed: CRIU could not capture this process here.
+        NoSuchProcess: There is none.
+        CaptureRunning: Another capture of it is under way.
         CriuFailed: CRIU could not; the source goes on.
         BackendError: The storage failed; the source goes on.
     """
     clock = SystemClock()
     started_s = clock.monotonic_s()
-    obstacles = find_obstacles(request.pid, config, stop=request.stop)
-    require(obstacles, of=f"process {request.pid}", done="captured")
     compression = snapstore.Compression.NONE if request.freeze_fast else None
     with contextlib.ExitStack() as stack:
-        work = stack.enter_context(work_directory(config, "capture"))
+        work = stack.enter_context(work_directory(config, "capture", only_of=request.pid))
+        obstacles = find_obstacles(request.pid, config, stop=request.stop)
+        require(obstacles, of=f"process {request.pid}", done="captured")
         writer = stack.enter_context(
             store.begin(
                 request.name,
@@ -166,7 +168,7 @@ def find_obstacles(pid: int, config: AgentConfig, *, stop: bool = False) -> list
     """Tell what stands in the way of a capture, and what deserves a word; nothing is changed.
 
     Raises:
-        PreflightFailed: There is no such process.
+        NoSuchProcess: There is none.
     """
     conditions = CaptureConditions(
         criu=config.criu,
@@ -236,9 +238,8 @@ class _Dump:
             CriuFailed: It could not.
             SnapError: Something else failed, which made it give up.
         """
-        status = -1
         try:
-            status = self._run_criu()
+            self._check_status(self._run_criu())
         except BaseException as error:
             self._fail(error)
             raise
@@ -247,11 +248,6 @@ class _Dump:
             self._receiver.join()
         if self._failure is not None:
             raise self._failure
-        if status != 0:
-            failed = program.criu_failed("dump", status, self._work.path / "dump.log")
-            if self.pushed is not None:
-                failed.add_note(f"the snapshot was stored all the same, as {self._request.name}")
-            raise failed
         stats = criu.parse_dump_stats((self._work.path / "stats-dump").read_bytes())
         self.frozen_s = stats.frozen_us / 1e6
 
@@ -287,6 +283,20 @@ class _Dump:
         if ran.message:
             raise AgentError(f"CRIU cannot be started: {ran.message}")
         return ran.status
+
+    def _check_status(self, status: int) -> None:
+        """Raise what CRIU failed of, unless it only gave up because we had failed."""
+        if status == 0 or not isinstance(self._failure, ProtocolError | None):
+            return
+        failed = program.criu_failed("dump", status, self._work.path / "dump.log")
+        if status < 0:
+            failed.next_step = (
+                "look at the source: CRIU could undo nothing, so that a connection of it may hang"
+            )
+        if self.pushed is not None:
+            failed.add_note(f"the snapshot was stored all the same, as {self._request.name}")
+        # That its sockets broke is only how it looks from here: its log knows why.
+        raise failed from self._failure
 
     @property
     def network_lock(self) -> str | None:

@@ -71,10 +71,13 @@ class Images:
 
     @property
     def pids(self) -> frozenset[int]:
-        """The ids of all processes and threads."""
-        return frozenset(
-            one for process in self.processes for one in (process.pid, *process.threads)
-        )
+        """The ids of all processes and threads.
+
+        Of one that had ended and not been waited for CRIU writes ids of threads that mean nothing.
+        """
+        alive = [process for process in self.processes if process.pid in self.cores]
+        threads = (thread for process in alive for thread in process.threads)
+        return frozenset((*(process.pid for process in self.processes), *threads))
 
 
 def snapshot_reader(snapshot: Snapshot) -> Callable[[str], bytes | None]:
