@@ -31,6 +31,11 @@ from snapagent.criu.image_streamer import CaptureStreamer
 from snapagent.criu.page_receiver import PageReceiver, page_sockets
 from snapagent.errors import AgentError, ProtocolError
 from snapagent.linux import namespaces, processes
+from snapagent.linux.network_locks import (
+    find_network_lock,
+    network_lock_names,
+    remove_network_lock,
+)
 from snapagent.preflight import CaptureConditions, add_machine, check_process, require
 from snapagent.supervision import Place, Supervisor, criu_command
 from snapagent.workdir import WorkDirectory, work_directory
@@ -39,6 +44,7 @@ from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import TracebackType
 
     from snapagent.config import AgentConfig
     from snapagent.preflight import Obstacle
@@ -80,7 +86,8 @@ class CaptureResult:
         page_bytes: Bytes of memory that came.
         stopped: Whether the tree was ended.
         network_lock: Table of nftables that drops the packets of its connections until a restore
-            in the same network; none if the tree goes on or had no connections.
+            in the same network; none if the tree goes on or had no connections, or CRIU has left
+            none.
     """
 
     pushed: PushResult
@@ -160,7 +167,7 @@ def capture(
         total_s=ended_s - started_s,
         page_bytes=dump.pages.size_bytes,
         stopped=request.stop,
-        network_lock=dump.network_lock if request.stop else None,
+        network_lock=dump.network_lock,
     )
 
 
@@ -193,6 +200,8 @@ class _Dump:
         self.pushed: PushResult | None = None
         self.frozen_s = 0.0
         self.commit_began_s = self.commit_ended_s = 0.0
+        self.network_lock: str | None = None
+        """What stays of it on purpose, known at the end."""
         self._images = ImageStore(writer)
         self.pages = PageStore(writer, self._images)
         self._clock = SystemClock()
@@ -200,6 +209,8 @@ class _Dump:
         self._work = work
         self._request = request
         self._config = config
+        self._network_fd = -1
+        self._run_id = ""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._decided = threading.Event()
@@ -218,16 +229,25 @@ class _Dump:
             self._streamer = stack.enter_context(
                 CaptureStreamer(self._work.path, self._images, self._fail)
             )
-            stack.enter_context(
-                ScriptHooks(self._work.path, {"post-dump": self._commit}, self._fail)
-            )
+            actions = {"pre-dump": self._note_run, "post-dump": self._commit}
+            stack.enter_context(ScriptHooks(self._work.path, actions, self._fail))
+            # Before the processes are gone, whose network it is.
+            self._network_fd = _open_network(self._request.pid)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
         try:
             self._stack.close()
+            # CRIU has ended, one way or another.
+            self._settle_network_lock(error)
         finally:
+            os.close(self._network_fd)
             if self._committer.ident is not None:
                 self._committer.join()
 
@@ -298,14 +318,33 @@ class _Dump:
         # That its sockets broke is only how it looks from here: its log knows why.
         raise failed from self._failure
 
-    @property
-    def network_lock(self) -> str | None:
-        """The table with which CRIU keeps packets from connections whose processes are gone."""
+    def _note_run(self) -> bool:
+        """Learn how CRIU will name its network lock, before it makes one; on the hook's thread."""
+        self._run_id = program.read_run_id(self._work.path / "dump.log")
+        return True
+
+    def _settle_network_lock(self, failure: BaseException | None) -> None:
+        """Remove what CRIU has left in the network of the processes, unless it is of use there.
+
+        It is as long as the processes are gone and had connections. That it cannot be removed is
+        no reason to fail: whoever called is told that it may be there.
+        """
+        if not self._run_id:
+            return
+        is_of_use = failure is None and self._request.stop and self._has_connections()
+        try:
+            if not is_of_use:
+                remove_network_lock(self._network_fd, self._run_id)
+            name = find_network_lock(self._network_fd, self._run_id) if is_of_use else None
+        except AgentError as error:
+            name = network_lock_names(self._run_id)[0]
+            if failure is not None:
+                failure.add_note(f"{error}; {error.next_step}")
+        self.network_lock = f"inet {name}" if name else None
+
+    def _has_connections(self) -> bool:
         files = criu.parse_open_files(self._images.kept["files.img"])
-        inventory = criu.parse_inventory(self._images.kept["inventory.img"])
-        if inventory.run_id and any(socket.is_connected for socket in files.inet):
-            return f"inet CRIU-{inventory.run_id}"
-        return None
+        return any(socket.is_connected for socket in files.inet)
 
     def _receive_pages(self) -> None:
         try:
@@ -356,6 +395,13 @@ class _Dump:
         finally:
             self.commit_ended_s = self._clock.monotonic_s()
             self._decided.set()
+
+
+def _open_network(pid: int) -> int:
+    try:
+        return os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise AgentError(f"process {pid} has ended") from error
 
 
 def _is_elsewhere(pid: int) -> bool:
