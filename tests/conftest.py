@@ -136,8 +136,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in ("criu", "s3"):
             if name in getattr(item, "fixturenames", ()):
                 item.add_marker(name)
-            if item.get_closest_marker(name) is not None:
-                item.add_marker(pytest.mark.xdist_group(name))
+        # One group only: xdist makes a third one of what is in two, which runs beside both.
+        groups = [name for name in ("criu", "s3") if item.get_closest_marker(name) is not None]
+        if groups:
+            item.add_marker(pytest.mark.xdist_group(groups[0]))
 
 
 # -- fixtures for all -----------------------------------------------------------------------------
