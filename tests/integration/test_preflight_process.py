@@ -180,7 +180,7 @@ def kernel_has(name: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", filter(kernel_has, OBSTACLES))
+@pytest.mark.parametrize("name", [name for name in OBSTACLES if kernel_has(name)])
 def test_what_criu_cannot_capture_is_said_before(
     criu: Criu, conditions: CaptureConditions, home: Path, name: str
 ):
