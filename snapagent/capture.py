@@ -11,8 +11,11 @@ Invariants, and the order of steps that follows from them:
 4. CRIU is never killed in the middle of a dump, for its parasite code is in the source then: what
    ends a capture early closes the sockets, and CRIU gives up by itself.
 
-Order: preflight, writer and sockets, CRIU, images and pages until CRIU is at `post-dump`, commit,
-answer, CRIU's end.
+5. External memory is stored beside CRIU's images, all at once; nobody can map it until it is read
+   and CRIU has ended.
+
+Order: preflight, external memory frozen, writer and sockets, external memory and CRIU at once,
+images and pages until CRIU is at `post-dump`, commit, answer, CRIU's end, memory thawed.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from snapagent.criu.image_streamer import CaptureStreamer
 from snapagent.criu.page_receiver import PageReceiver, page_sockets
 from snapagent.errors import AgentError
 from snapagent.linux import namespaces, processes
+from snapagent.memory.storing import RegionStreams
 from snapagent.preflight import CaptureConditions, add_machine, check_process, require
 from snapagent.supervision import Place, Supervisor, criu_command
 from snapagent.workdir import WorkDirectory, work_directory
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from snapagent.config import AgentConfig
+    from snapagent.memory.broker import MemoryBroker
+    from snapagent.memory.lent import FrozenSession
     from snapagent.preflight import Obstacle
     from snapstore import ProgressCallback, PushResult, SnapshotWriter, Store
 
@@ -57,6 +63,8 @@ class CaptureRequest:
         labels: Kept with the snapshot.
         stop: End the tree when the snapshot is durable; else it goes on.
         freeze_fast: Store raw frames, which shortens the time that the tree stands still.
+        broker: Who has external memory of the tree, which must be released; see
+            `docs/external-memory.md`.
     """
 
     pid: int
@@ -64,6 +72,7 @@ class CaptureRequest:
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stop: bool = False
     freeze_fast: bool = False
+    broker: MemoryBroker | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +86,8 @@ class CaptureResult:
         dump_s: From there until CRIU had given all images and pages.
         commit_s: From there until the snapshot was durable and had its name.
         total_s: All of it.
-        page_bytes: Bytes of memory that came.
+        page_bytes: Bytes of memory that came from CRIU.
+        external_bytes: Bytes of external memory, which CRIU did not see.
         stopped: Whether the tree was ended.
         network_lock: Table of nftables that drops the packets of its connections until a restore
             in the same network; none if the tree goes on or had no connections.
@@ -90,6 +100,7 @@ class CaptureResult:
     commit_s: float
     total_s: float
     page_bytes: int
+    external_bytes: int
     stopped: bool
     network_lock: str | None
 
@@ -108,6 +119,7 @@ class CaptureResult:
             "commit_s": self.commit_s,
             "total_s": self.total_s,
             "page_bytes": self.page_bytes,
+            "external_bytes": self.external_bytes,
             "ingest": dataclasses.asdict(pushed.ingest),
             "stored_bytes": pushed.stored_bytes,
             "warnings": list(pushed.warnings),
@@ -135,6 +147,7 @@ def capture(
     require(obstacles, of=f"process {request.pid}", done="captured")
     compression = snapstore.Compression.NONE if request.freeze_fast else None
     with contextlib.ExitStack() as stack:
+        frozen = _freeze(request, stack)
         work = stack.enter_context(work_directory(config, "capture"))
         writer = stack.enter_context(
             store.begin(
@@ -144,7 +157,13 @@ def capture(
                 progress=progress,
             )
         )
-        dump = stack.enter_context(_Dump(writer, work, request, config))
+        dump = _Dump(writer, work, request, config)
+        external = RegionStreams(
+            writer, frozen, threads=store.options.threads_effective, on_error=dump.fail
+        )
+        stack.enter_context(dump)
+        stack.enter_context(external)
+        dump.external = external
         setup_s = clock.monotonic_s() - started_s
         dump.run()
     assert dump.pushed is not None, "CRIU ended well, so its post-dump script did"
@@ -157,6 +176,7 @@ def capture(
         commit_s=dump.commit_ended_s - dump.commit_began_s,
         total_s=ended_s - started_s,
         page_bytes=dump.pages.size_bytes,
+        external_bytes=external.size_bytes,
         stopped=request.stop,
         network_lock=dump.network_lock if request.stop else None,
     )
@@ -178,6 +198,16 @@ def find_obstacles(pid: int, config: AgentConfig, *, stop: bool = False) -> list
     return check_process(pid, conditions)
 
 
+def _freeze(request: CaptureRequest, stack: contextlib.ExitStack) -> list[FrozenSession]:
+    """Keep external memory as it is until the stack unwinds."""
+    if request.broker is None:
+        return []
+    frozen = request.broker.freeze(request.pid)
+    for session in frozen:
+        stack.callback(session.thaw)
+    return frozen
+
+
 class _Dump:
     """One dump under way: CRIU at one end of its sockets, a snapshot writer at the other."""
 
@@ -191,6 +221,7 @@ class _Dump:
         self.pushed: PushResult | None = None
         self.frozen_s = 0.0
         self.commit_began_s = self.commit_ended_s = 0.0
+        self.external: RegionStreams | None = None
         self._images = ImageStore(writer)
         self.pages = PageStore(writer, self._images)
         self._clock = SystemClock()
@@ -214,10 +245,10 @@ class _Dump:
             self._committer = threading.Thread(target=self._make_durable, name="snapagent-commit")
             self._receiver = threading.Thread(target=self._receive_pages, name="snapagent-pages")
             self._streamer = stack.enter_context(
-                CaptureStreamer(self._work.path, self._images, self._fail)
+                CaptureStreamer(self._work.path, self._images, self.fail)
             )
             stack.enter_context(
-                ScriptHooks(self._work.path, {"post-dump": self._commit}, self._fail)
+                ScriptHooks(self._work.path, {"post-dump": self._commit}, self.fail)
             )
             self._stack = stack.pop_all()
         return self
@@ -240,7 +271,7 @@ class _Dump:
         try:
             status = self._run_criu()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         finally:
             self._hang_up()
@@ -269,7 +300,7 @@ class _Dump:
             self._work.path,
             task="capture",
             directories={"criu": home},
-            on_death=lambda reason: self._fail(AgentError(f"the capture was ended: {reason}")),
+            on_death=lambda reason: self.fail(AgentError(f"the capture was ended: {reason}")),
         )
         # The directory stays locked for as long as anybody may still need it.
         supervisor.hold(self._work.lock)
@@ -301,9 +332,9 @@ class _Dump:
         try:
             self._page_receiver.run()
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Keep the first error and end everything: CRIU finds its sockets closed and gives up."""
         with self._lock:
             if self._failure is not None:
@@ -332,17 +363,24 @@ class _Dump:
     def _make_durable(self) -> None:
         self.commit_began_s = self._clock.monotonic_s()
         try:
+            external = self.external
+            assert external is not None, "begun before CRIU"
             self._receiver.join()
             self._streamer.settle()
+            external.wait()
             if self._failure is not None:
                 return
             self._images.require_whole()
             described = snapstore.describe_images(self._images.kept, self._images.sizes)
             config = self._config
             requirements = add_machine(described.requirements, config.criu, config.criu_cache)
-            self.pushed = self._writer.commit(kind=described.kind, requirements=requirements)
+            self.pushed = self._writer.commit(
+                kind=described.kind,
+                requirements=requirements,
+                placements=external.placements(),
+            )
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU
-            self._fail(error)
+            self.fail(error)
         finally:
             self.commit_ended_s = self._clock.monotonic_s()
             self._decided.set()
