@@ -314,7 +314,7 @@ class MemoryBroker:
             os.close(pidfd)
 
     def _process_ended(self, pidfd: int) -> None:
-        if not processes.wait_for_ends([pidfd], 0):
+        if processes.wait_for_ends([pidfd], 0):
             return  # The number belonged to another one when this was told.
         process = self._pidfds[pidfd]
         for session in list(self._ledger.sessions):
