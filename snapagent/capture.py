@@ -14,7 +14,7 @@ Invariants, and the order of steps that follows from them:
 5. External memory is stored beside CRIU's images, all at once; nobody can map it until it is read
    and CRIU has ended.
 
-Order: preflight, external memory frozen, writer and sockets, external memory and CRIU at once,
+Order: external memory frozen, preflight, writer and sockets, external memory and CRIU at once,
 images and pages until CRIU is at `post-dump`, commit, answer, CRIU's end, memory thawed.
 """
 
@@ -143,11 +143,11 @@ def capture(
     """
     clock = SystemClock()
     started_s = clock.monotonic_s()
-    obstacles = find_obstacles(request.pid, config, stop=request.stop)
-    require(obstacles, of=f"process {request.pid}", done="captured")
     compression = snapstore.Compression.NONE if request.freeze_fast else None
     with contextlib.ExitStack() as stack:
         frozen = _freeze(request, stack)
+        obstacles = find_obstacles(request.pid, config, stop=request.stop)
+        require(obstacles, of=f"process {request.pid}", done="captured")
         work = stack.enter_context(work_directory(config, "capture"))
         writer = stack.enter_context(
             store.begin(

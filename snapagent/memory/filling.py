@@ -8,6 +8,7 @@ written like that and are mapped.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -18,7 +19,7 @@ from snapagent.errors import AgentError
 from snapagent.memory.placement import from_placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from snapagent.memory.lent import Admissions, AdmittedSession, LentRegion
     from snapagent.memory.placement import Rank, SessionPlace
@@ -160,7 +161,7 @@ class RegionFill:
 
     def _work(self) -> None:
         try:
-            with mmap.mmap(-1, _BUFFER_BYTES) as buffer, memoryview(buffer) as view:
+            with _mapped(-1, _BUFFER_BYTES) as view:
                 while not self._stop.is_set():
                     with self._lock:
                         if not self._parts:
@@ -229,10 +230,18 @@ def _divide(file: SnapshotFile, region: LentRegion, home: _Open) -> list[_Part]:
     return parts
 
 
+@contextlib.contextmanager
+def _mapped(fd: int, length: int) -> Iterator[memoryview]:
+    mapped = mmap.mmap(fd, length)
+    with memoryview(mapped) as view:
+        yield view
+    # After an error its traceback still has views of it: then it goes when that does.
+    mapped.close()
+
+
 def _fill_mapped(part: _Part) -> None:
     with (
-        mmap.mmap(part.region.fd, part.region.length) as mapped,
-        memoryview(mapped) as view,
+        _mapped(part.region.fd, part.region.length) as view,
         view[part.offset : part.offset + part.length] as into,
     ):
         part.file.read_into(part.offset, into, streaming=True)

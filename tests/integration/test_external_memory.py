@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from snapagent.memory.broker import MemoryBroker
 from snapagent.restore import Restoration, RestoreRequest, RestoreResult
 from snapagent.supervision import Place
 from snapstore import Compression, StoreOptions
-from snapstore.errors import DigestMismatch
+from snapstore.errors import BackendError, DigestMismatch
 from tests.support.agent import Agent
-from tests.support.external import SIZE_MIB, ExternalWorkload, broker, workload  # noqa: F401
+from tests.support.external import SIZE_MIB, ExternalWorkload, broker_process
+from tests.support.network_locks import without_network_locks
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow]
@@ -45,7 +47,7 @@ def restoring(
 
 
 def bring_back(
-    agent: Agent, broker: MemoryBroker, name: str = NAME, *, eager: bool = False
+    agent: Agent, broker: MemoryBroker | None, name: str = NAME, *, eager: bool = False
 ) -> RestoreResult:
     with restoring(agent, broker, name, eager=eager) as restoration:
         return restoration.run()
@@ -95,3 +97,138 @@ def assert_stored_as_files(agent: Agent, folder: Path) -> None:
         store.pull(NAME, folder / "pulled")
     sizes = [path.stat().st_size for path in (folder / "pulled" / "external").iterdir()]
     assert sum(sizes) >= SIZE_MIB * MIB
+
+
+def test_touching_it_before_it_is_back_is_a_clean_death(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    """Never wrong data: the process dies of SIGSEGV, here as in a copy, and its memory is freed."""
+    workload.ask("release")
+    take(agent, broker, workload.pid)
+    assert workload.ask("touch") == ""
+    assert workload.exit_code() == -signal.SIGSEGV
+    workload.end()
+    with agent.nothing_left(workload.home):
+        bring_back(agent, broker)
+        assert broker.status()[0].state == "filled"
+        assert workload.ask("touch") == ""
+        wait_until(lambda: not workload.pids, "the copy is dead")
+        wait_until(lambda: not broker.status(), "its memory is freed")
+        (workload.home / "control").unlink()
+
+
+def test_what_is_not_released_is_not_captured(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    before = workload.ask("digest")
+    with pytest.raises(PreflightFailed, match="has external memory mapped") as caught:
+        take(agent, broker, workload.pid)
+    assert "release" in (caught.value.next_step or "")
+    assert workload.ask("digest") == before
+
+
+def test_a_restore_without_a_broker_is_refused(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    workload.ask("release")
+    take(agent, broker, workload.pid)
+    workload.end()
+    with agent.nothing_left(workload.home), pytest.raises(PreflightFailed, match="memory broker"):
+        bring_back(agent, None)
+
+
+def test_a_failed_capture_leaves_the_source_its_memory(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    """Goal: the source maps its memory again, whatever happens to a capture of it.
+
+    Method: let the store lose its place for packs, so that nothing can be stored.
+    """
+    before = workload.ask("digest")
+    workload.ask("release")
+    packs = Path(agent.url.removeprefix("file://"), "packs")
+    packs.write_bytes(b"")
+    with pytest.raises(BackendError):
+        take(agent, broker, workload.pid)
+    assert [one.state for one in broker.status()] == ["released"]
+    assert workload.ask("resume") == "resumed"
+    assert workload.ask("digest") == before
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+def test_damage_in_a_pack_ends_the_restore(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload, *, eager: bool
+) -> None:
+    """Goal: no workload gets memory that is not right, and nothing is left of the attempt.
+
+    Method: flip a bit in the middle of the largest pack, which holds external memory.
+    """
+    workload.ask("release")
+    take(agent, broker, workload.pid)
+    workload.end()
+    packs = Path(agent.url.removeprefix("file://"), "packs").rglob("*")
+    largest = max((path for path in packs if path.is_file()), key=lambda path: path.stat().st_size)
+    flip(largest, largest.stat().st_size // 2)
+    before = open_fds()
+    with agent.nothing_left(workload.home), pytest.raises(DigestMismatch):
+        bring_back(agent, broker, eager=eager)
+    assert not broker.status()
+    wait_until(lambda: open_fds() <= before, "all regions are closed")
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - only how many
+
+
+def test_a_killed_copy_frees_its_memory(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    """In every state: filled, and mapped again."""
+    workload.ask("release")
+    take(agent, broker, workload.pid)
+    for resumes in (False, True):
+        workload.end()
+        bring_back(agent, broker)
+        if resumes:
+            assert workload.ask("resume") == "resumed"
+            assert [one.state for one in broker.status()] == ["shared"]
+    workload.end()
+    wait_until(lambda: not broker.status(), "its memory is freed")
+
+
+def test_a_killed_broker_takes_nothing_that_is_mapped(agent: Agent, short_dir: Path) -> None:
+    """Goal: a workload outlives the broker, and the next one can capture it.
+
+    Method: kill a broker in a process of its own, start another one at the same path; then kill
+    that while it alone has the memory, which is the one case in which memory is lost.
+    """
+    home = short_dir / "home"
+    home.mkdir()
+    path = short_dir / "memory.sock"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_network_locks())
+        first = stack.enter_context(broker_process(path))
+        workload = stack.enter_context(ExternalWorkload(home, path))
+        before = workload.ask("digest")
+        first.kill()
+        first.wait()
+        assert workload.ask("digest") == before
+        assert workload.ask("release").startswith("BrokerUnreachable")
+        assert workload.ask("digest") == before
+        with MemoryBroker(path) as second:
+            assert workload.ask("release") == "released"
+            take(agent, second, workload.pid)
+            assert workload.ask("resume") == "resumed"
+            assert workload.ask("digest") == before
+            workload.ask("release")
+        with MemoryBroker(path):
+            assert workload.ask("resume").startswith("MemoryLost")
+        path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from typing import Self
 import pytest
 
 from snapagent.memory.broker import MemoryBroker
-from tests.support.agent import Agent
+from tests.support.agent import agent_folder
 from tests.support.network_locks import without_network_locks
 from tests.support.processes import end_processes_in, processes_in, wait_until
 
@@ -74,6 +74,10 @@ class ExternalWorkload:
                     answer += piece
             return answer.decode()
 
+    def exit_code(self) -> int:
+        """Wait for the end of its first life."""
+        return self._first_life.wait(ANSWER_S_MAX)
+
     @property
     def pids(self) -> list[int]:
         """Its living processes."""
@@ -97,17 +101,41 @@ class ExternalWorkload:
         self.end()
 
 
+@contextlib.contextmanager
+def broker_process(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a broker in a process of its own, to be killed by the test or at the end."""
+    with subprocess.Popen(  # noqa: S603 - this interpreter
+        [sys.executable, "-m", "tests.support.programs.memory_broker", str(path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.fixture
-def broker(agent: Agent) -> Iterator[MemoryBroker]:
+def short_dir() -> Iterator[Path]:
+    """Return a folder for sockets, outside of the agent's."""
+    with agent_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def broker(short_dir: Path) -> Iterator[MemoryBroker]:
     """Run a broker in this process."""
-    with MemoryBroker(agent.folder / "memory.sock") as running:
+    with MemoryBroker(short_dir / "memory.sock") as running:
         yield running
 
 
 @pytest.fixture
-def workload(agent: Agent, broker: MemoryBroker) -> Iterator[ExternalWorkload]:
+def workload(short_dir: Path, broker: MemoryBroker) -> Iterator[ExternalWorkload]:
     """Start a workload with external arrays."""
-    home = agent.folder / "home"
+    home = short_dir / "home"
     home.mkdir()
     with without_network_locks(), ExternalWorkload(home, broker.path) as living:
         yield living

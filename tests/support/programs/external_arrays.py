@@ -73,7 +73,7 @@ class Workload:
                 self.memory.release()
                 self.memory.resume(60)
                 os._exit(0 if before and self.digest() == expected else 1)
-            except BaseException:
+            finally:
                 os._exit(2)
         return f"child {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}"
 
