@@ -26,6 +26,7 @@ from snapagent.errors import AgentError, PreflightFailed
 from snapagent.linux import peers, processes
 from snapagent.linux.memfds import has_open, make_memfd
 from snapagent.linux.packets import BadPacketError, Channel
+from snapagent.memory.buffers import FillBuffers
 from snapagent.memory.ledger import BrokerLimits, Ledger, Refused, Region, Session, State
 from snapagent.memory.lent import Admissions, AdmittedSession, FrozenSession, LentRegion
 from snapagent.memory.listening import listen
@@ -72,6 +73,7 @@ class MemoryBroker:
         limits: BrokerLimits | None = None,
         mode: int = 0o600,
         users: Collection[int] | None = None,
+        fill_threads: int = 0,
     ) -> None:
         """Prepare; nothing is begun before `start`.
 
@@ -80,6 +82,8 @@ class MemoryBroker:
             limits: What workloads may have.
             mode: Permissions of the socket.
             users: Who may have memory; by default all who may write to the socket.
+            fill_threads: How many fill memory at a time, in all restores together, each with
+                12 MiB; 0 means one per usable core.
         """
         self.path = path
         self._mode = mode
@@ -90,6 +94,7 @@ class MemoryBroker:
         self._connections: dict[int, tuple[Channel, Visitor]] = {}
         self._pidfds: dict[int, Process] = {}
         self._to_close: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._buffers = FillBuffers(fill_threads or len(os.sched_getaffinity(0)))
         self._stack = contextlib.ExitStack()
         self._is_closing = False
 
@@ -233,7 +238,7 @@ class MemoryBroker:
             for one in made:
                 one.abort()
             raise
-        return Admissions(made)
+        return Admissions(made, self._buffers)
 
     def _admit(self, rank: Rank, place: SessionPlace, owner: int) -> AdmittedSession:
         with self._lock:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from snapagent.errors import AgentError
+from snapagent.memory.buffers import BUFFER_BYTES
 from snapagent.memory.placement import from_placement
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["RegionFill", "read_places"]
 
 _PART_BYTES = 8 << 20
-_BUFFER_BYTES = _PART_BYTES * 3 // 2
+assert _PART_BYTES * 3 // 2 <= BUFFER_BYTES, "as long as a range can be"
 _WRITE_BYTES = 1 << 20
 """Written at a time, so that a failure elsewhere is noticed soon."""
 
@@ -84,7 +85,7 @@ class _Part:
 class RegionFill:
     """Fills the memory of admitted sessions. A context manager: leaving it early gives up.
 
-    Beside what the store holds, memory is one buffer of 12 MiB for each thread.
+    Beside what the store holds, memory is that of the buffers, which all restores share.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class RegionFill:
         """
         self._snapshot = snapshot
         self._sessions = list(admissions.sessions)
+        self._buffers = admissions.buffers
         self._threads_wanted = threads
         self._on_error = on_error
         self._lock = threading.Lock()
@@ -161,13 +163,14 @@ class RegionFill:
 
     def _work(self) -> None:
         try:
-            with _mapped(-1, _BUFFER_BYTES) as view:
-                while not self._stop.is_set():
-                    with self._lock:
-                        if not self._parts:
-                            return
-                        part = self._parts.pop()
-                    self._fill(part, view)
+            while not self._stop.is_set():
+                with self._lock:
+                    if not self._parts:
+                        return
+                    part = self._parts.pop()
+                with self._buffers.borrow() as buffer:
+                    if not self._stop.is_set():
+                        self._fill(part, buffer)
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits
             self._failed(error)
 
@@ -220,12 +223,12 @@ def _divide(file: SnapshotFile, region: LentRegion, home: _Open) -> list[_Part]:
             _Part(
                 one.order,
                 offset,
-                min(_BUFFER_BYTES, one.offset + one.length - offset),
+                min(BUFFER_BYTES, one.offset + one.length - offset),
                 file,
                 region,
                 home,
             )
-            for offset in range(one.offset, one.offset + one.length, _BUFFER_BYTES)
+            for offset in range(one.offset, one.offset + one.length, BUFFER_BYTES)
         ]
     return parts
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from snapagent.memory.buffers import FillBuffers
     from snapagent.memory.placement import Rank, SessionPlace
 
 __all__ = ["Admissions", "AdmittedSession", "FrozenSession", "LentRegion"]
@@ -88,8 +89,10 @@ class AdmittedSession:
 class Admissions:
     """All memory of one restore."""
 
-    def __init__(self, sessions: list[AdmittedSession]) -> None:
+    def __init__(self, sessions: list[AdmittedSession], buffers: FillBuffers) -> None:
         self.sessions = sessions
+        self.buffers = buffers
+        """To fill them with."""
 
     def hand_over(self, pids: Collection[int]) -> None:
         """Say which processes were restored; memory of those that end is freed."""
