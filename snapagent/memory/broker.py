@@ -235,8 +235,7 @@ class MemoryBroker:
             for rank, place in places:
                 made.append(self._admit(rank, place, owner))
         except BaseException:
-            for one in made:
-                one.abort()
+            Admissions(made, self._buffers).abort()
             raise
         return Admissions(made, self._buffers)
 

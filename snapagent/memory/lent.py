@@ -100,9 +100,10 @@ class Admissions:
             session.hand_over(pids)
 
     def abort(self) -> None:
-        """Free all of it. Idempotent."""
+        """Free all of it; nobody may fill it any more. Idempotent."""
         for session in self.sessions:
             session.abort()
+            session.close_regions()
 
 
 def _close(regions: Sequence[LentRegion]) -> None:

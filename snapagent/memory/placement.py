@@ -87,8 +87,8 @@ class _Span:
 
 def placement_of(sessions: Iterable[SessionPlace]) -> dict[str, object]:
     """Say where the memory of some processes was, as a placement of a rank."""
-    document: object = msgspec.to_builtins(_External(sessions=tuple(sessions)))
-    return {KEY: document}
+    data = msgspec.json.encode(_External(sessions=tuple(sessions)))
+    return {KEY: msgspec.json.decode(data)}
 
 
 def from_placement(placement: Mapping[str, object], *, of: str) -> list[SessionPlace]:

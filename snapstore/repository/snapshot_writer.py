@@ -221,7 +221,7 @@ class SnapshotWriter:
             requirements: What it tells of where it can run; plain JSON values.
             warnings: Repeated in the result.
             placements: Where ranks were in a machine's memory; plain JSON values, see
-                `format_spec/04-manifests.md`. A rank that has none need not be there.
+                `format_spec/04-manifests.md`. A rank without files can have one.
 
         Raises:
             UsageError: A file is still open or was given up, or the format cannot say this.
@@ -317,6 +317,9 @@ class SnapshotWriter:
             gid=os.getegid(),
             mtime_ns=self._mtime_ns,
         )
+        for number in placements:
+            if number not in self._ranks:
+                self._ranks[number] = self._new_rank(number)
         files = {number: rank.entries() for number, rank in self._ranks.items()}
         trees = with_directories_by_rank(files, root)
         if HOST not in self._ranks:
@@ -354,11 +357,8 @@ class SnapshotWriter:
 
     def _check_placements(self, placements: Mapping[RankNumber, Mapping[str, object]]) -> None:
         for number, placement in placements.items():
-            if number != HOST and number not in self._ranks:
-                raise UsageError(
-                    f"there is a placement of rank {number}, but no file of it",
-                    next_step="give placements of ranks that have files",
-                )
+            if number != HOST:
+                _check_number(number, limits.RANK_NUMBER_MAX, what="rank")
             meta = RankMeta(rank=number, streams=(), placement=dict(placement))
             try:
                 size = len(encode_meta(meta))
