@@ -6,7 +6,8 @@ Invariants:
 2. While memory is frozen for a capture or being filled, the broker gives it to nobody.
 3. Whatever a workload says or leaves unsaid: others are served, and it has no more than the limits.
 4. Memory of a process that has ended is freed.
-5. If the broker dies, nothing that is mapped changes. See `docs/external-memory.md` for what does.
+5. If the broker dies, no memory is lost: what is mapped stays mapped, and what is released is held
+   by another process for the next broker (`holder`).
 
 One thread serves all connections, without ever waiting for one of them. A broker is embedded in an
 agent; there may be several in a process, each with a socket of its own.
@@ -27,10 +28,11 @@ from snapagent.linux import peers, processes
 from snapagent.linux.memfds import has_open, make_memfd
 from snapagent.linux.packets import BadPacketError, Channel
 from snapagent.memory.buffers import FillBuffers
+from snapagent.memory.held import HeldMemory, take_over
 from snapagent.memory.ledger import BrokerLimits, Ledger, Refused, Region, Session, State
 from snapagent.memory.lent import Admissions, AdmittedSession, FrozenSession, LentRegion
 from snapagent.memory.listening import listen
-from snapagent.memory.requests import Reply, Requests, Visitor
+from snapagent.memory.requests import Hooks, Reply, Requests, Visitor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BrokerLimits", "MemoryBroker", "SessionStatus"]
 
+_HELD_STATES = frozenset({State.RELEASED, State.FROZEN, State.FILLED})
 _EVENTS = select.EPOLLIN | select.EPOLLRDHUP
 
 
@@ -90,7 +93,8 @@ class MemoryBroker:
         self._users = frozenset(users) if users is not None else None
         self._lock = threading.RLock()
         self._ledger = Ledger(limits or BrokerLimits())
-        self._requests = Requests(self._ledger, self._watch, self._close_later)
+        hooks = Hooks(self._watch, self._close_later, self._drop, self._hold, self._forget_held)
+        self._requests = Requests(self._ledger, hooks)
         self._connections: dict[int, tuple[Channel, Visitor]] = {}
         self._pidfds: dict[int, Process] = {}
         self._to_close: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
@@ -112,6 +116,11 @@ class MemoryBroker:
             stack.callback(os.close, self._wake)
             self._epoll.register(self._listener, select.EPOLLIN)
             self._epoll.register(self._wake, select.EPOLLIN)
+            found = take_over(self.path)
+            self._held = HeldMemory(self.path)
+            stack.callback(self._held.close)
+            for session in found:
+                self._enter(session)
             self._freer = threading.Thread(target=self._free, name="snapagent-memory-free")
             self._thread = threading.Thread(target=self._serve, name="snapagent-memory")
             self._freer.start()
@@ -119,16 +128,16 @@ class MemoryBroker:
             self._stack = stack.pop_all()
 
     def close(self) -> None:
-        """Stop serving and let go of all memory. What workloads have mapped they keep. Idempotent.
+        """Stop serving. What workloads have mapped they keep, what is released waits. Idempotent.
 
-        Released memory is lost with it.
+        The next broker at the same path gets what is released from the holder.
         """
         with self._lock:
             if self._is_closing:
                 return
             self._is_closing = True
             for session in list(self._ledger.sessions):
-                self._drop(session)
+                self._drop(session, waits=session.state in _HELD_STATES)
             with contextlib.suppress(OSError, AttributeError):
                 os.eventfd_write(self._wake, 1)
         with contextlib.suppress(AttributeError):
@@ -146,6 +155,11 @@ class MemoryBroker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def holder_pid(self) -> int:
+        """The process that holds released memory as well; it outlives this one if it has to."""
+        return self._held.pid
 
     def status(self) -> list[SessionStatus]:
         """Tell what memory there is, and whose."""
@@ -281,6 +295,10 @@ class MemoryBroker:
                 self._watch_all(session, pids)
                 if not session.owners:
                     self._drop(session)
+                    return
+                # Without the holder it would only not survive this broker.
+                with contextlib.suppress(Refused):
+                    self._held.hold(session)
 
     def _abort(self, session: Session) -> None:
         with self._lock:
@@ -328,12 +346,35 @@ class MemoryBroker:
                     self._drop(session)
         self._forget(pidfd)
 
-    def _drop(self, session: Session) -> None:
+    def _drop(self, session: Session, *, waits: bool = False) -> None:
+        if not waits:
+            self._forget_held(session)
         for pidfd in session.owners.values():
             self._forget(pidfd)
         session.owners.clear()
         self._close_later(self._ledger.drop(session))
         self._wake_waiting(session)
+
+    def _hold(self, session: Session) -> None:
+        self._held.hold(session)
+
+    def _forget_held(self, session: Session) -> None:
+        self._held.forget(session)
+
+    def _enter(self, session: Session) -> None:
+        """Take a session on that an earlier broker had; what lives of its owners is watched."""
+        owners = set(session.owners)
+        session.owners.clear()
+        self._ledger.sessions.add(session)
+        regions = list(session.regions.values())
+        session.regions.clear()
+        for region in regions:
+            self._ledger.put(session, region)
+        self._watch_all(session, [owner.pid for owner in owners], only=owners)
+        if not session.owners:
+            self._drop(session)
+            return
+        self._held.hold(session)
 
     def _close_later(self, fds: list[int]) -> None:
         if fds:

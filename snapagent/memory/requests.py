@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from snapagent.memory.ledger import Ledger
     from snapagent.memory.placement import Rank
 
-__all__ = ["Reply", "Requests", "Visitor"]
+__all__ = ["Hooks", "Reply", "Requests", "Visitor"]
 
 _TOKEN = re.compile(r"[0-9a-f]{64}\Z")
 _RANK_MAX: Final = 65535
@@ -52,25 +52,31 @@ class Reply:
     fds: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What requests need of the broker.
+
+    Attributes:
+        watch: Makes a process the only owner of a session.
+        close_later: Closes descriptors of memory, which may take long, elsewhere.
+        drop: Ends a session.
+        hold: Lets the holder have a session as well; raises `Refused` if it cannot.
+        forget: Lets the holder close what it has of a session.
+    """
+
+    watch: Callable[[Session, Process], None]
+    close_later: Callable[[list[int]], None]
+    drop: Callable[[Session], None]
+    hold: Callable[[Session], None]
+    forget: Callable[[Session], None]
+
+
 class Requests:
     """Answers requests out of a ledger."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        watch: Callable[[Session, Process], None],
-        close_later: Callable[[list[int]], None],
-    ) -> None:
-        """Take what is needed.
-
-        Args:
-            ledger: The book.
-            watch: Makes a process the only owner of a session.
-            close_later: Closes descriptors of memory, which may take long, elsewhere.
-        """
+    def __init__(self, ledger: Ledger, hooks: Hooks) -> None:
         self._ledger = ledger
-        self._watch = watch
-        self._close_later = close_later
+        self._hooks = hooks
         self._kinds: dict[str, Callable[[Visitor, Packet], Reply | None]] = {
             "hello": self._hello,
             "allocate": self._allocate,
@@ -128,7 +134,7 @@ class Requests:
                 raise Refused(
                     "lost",
                     "the memory broker has no memory of this process: it was restored without the "
-                    "agent, or the broker was started anew while the memory was released",
+                    "agent, or the broker and the holder of its memory were both ended",
                 )
             found = self._begin(visitor, token, packet)
         elif found.uid not in {None, visitor.uid} and visitor.uid != 0:
@@ -143,9 +149,9 @@ class Requests:
     def _begin(self, visitor: Visitor, token: str, packet: Packet) -> Session:
         session = Session(session_id(token), _rank(packet), visitor.uid, State.SHARED, {})
         self._ledger.add(session)
-        self._watch(session, visitor.process)
+        self._hooks.watch(session, visitor.process)
         if not session.owners:
-            self._ledger.drop(session)
+            self._hooks.drop(session)
             raise BadPacketError("it has ended")
         return session
 
@@ -187,12 +193,13 @@ class Requests:
         return Reply("adopted", {})
 
     def _free(self, visitor: Visitor, packet: Packet) -> Reply:
-        session = _owned(visitor, State.SHARED, State.RELEASED)
-        self._close_later([self._ledger.take_out(session, packet.number("region"))])
+        session = _owned(visitor, State.SHARED)
+        self._hooks.close_later([self._ledger.take_out(session, packet.number("region"))])
         return Reply("freed", {})
 
     def _release(self, visitor: Visitor, _: Packet) -> Reply:
         session = _owned(visitor, State.SHARED)
+        self._hooks.hold(session)
         session.state = State.RELEASED
         return Reply("released", {})
 
@@ -216,17 +223,18 @@ class Requests:
 
     def _resumed(self, visitor: Visitor, _: Packet) -> Reply:
         session = _owned(visitor, State.RELEASED, State.FILLED)
-        self._watch(session, visitor.process)
+        self._hooks.watch(session, visitor.process)
         if not session.owners:
-            self._close_later(self._ledger.drop(session))
+            self._hooks.drop(session)
             raise BadPacketError("it has ended")
+        self._hooks.forget(session)
         session.uid = visitor.uid
         session.state = State.SHARED
         return Reply("shared", {})
 
     def _bye(self, visitor: Visitor, _: Packet) -> Reply:
         session = _owned(visitor, State.SHARED, State.RELEASED, State.FILLED)
-        self._close_later(self._ledger.drop(session))
+        self._hooks.drop(session)
         return Reply("gone", {})
 
 

@@ -10,8 +10,8 @@ What is promised:
    SIGSEGV, never wrong data.
 2. What fails changes nothing: memory that cannot be given to the broker stays mapped, and memory
    that cannot be mapped again stays reserved, so that `resume` can be called again.
-3. A broker that dies takes nothing away that is mapped. The next one gets it from here, when it is
-   next spoken to.
+3. A broker that dies takes nothing away. The next one gets what is mapped from here, when it is
+   next spoken to, and what was released from the process that holds it.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class HostMemory:
         Raises:
             BrokerUnreachable: There is no broker, or not in time. Call it again.
             MemoryLost: The broker does not have this memory: it was restored without the agent,
-                or the broker died while it was released.
+                or the broker and its holder both died while it was released.
         """
         with self._lock:
             if self._is_closed or not self._is_released:
@@ -406,6 +406,8 @@ class HostMemory:
         connection = Connection(self._path, timeout_s=_ANSWER_S_MAX)
         try:
             there = set(self._hello(connection, create=True).numbers("regions"))
+            if self._is_closed:
+                there = set()  # It is only told that all of it goes.
             for number in there - self._regions.keys():
                 # The answer that told of it was lost.
                 connection.call("free", {"region": number})

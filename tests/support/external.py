@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -101,8 +102,21 @@ class ExternalWorkload:
         self.end()
 
 
+@dataclass(frozen=True)
+class BrokerProcess:
+    """A broker in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    holder_pid: int
+
+    def kill(self) -> None:
+        """Kill it, and not its holder."""
+        self.process.kill()
+        self.process.wait()
+
+
 @contextlib.contextmanager
-def broker_process(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def broker_process(path: Path) -> Iterator[BrokerProcess]:
     """Run a broker in a process of its own, to be killed by the test or at the end."""
     with subprocess.Popen(  # noqa: S603 - this interpreter
         [sys.executable, "-m", "tests.support.programs.memory_broker", str(path)],
@@ -112,8 +126,7 @@ def broker_process(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     ) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            yield process
+            yield BrokerProcess(process, int(process.stdout.readline()))
         finally:
             process.kill()
 

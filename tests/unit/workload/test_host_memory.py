@@ -25,6 +25,7 @@ from snapagent.workload import (
     MemoryReleased,
     NotTheOwner,
 )
+from tests.support.external import broker_process
 from tests.support.waiting import wait_until
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -250,10 +251,11 @@ def test_several_threads_allocate_and_free(memory: HostMemory) -> None:
     assert not errors
 
 
-def test_a_new_broker_adopts_what_is_mapped(path: Path) -> None:
+def test_a_new_broker_has_what_the_last_one_had(path: Path) -> None:
     """Goal: a broker that is gone takes nothing away, and the next one has everything again.
 
-    Method: end one, start another at the same path; what was freed meanwhile is not adopted.
+    Method: end one while memory is mapped, and one while it is released; what was freed meanwhile
+    is not adopted. Without a process that holds it, nothing is taken over from a workload.
     """
     first = MemoryBroker(path)
     first.start()
@@ -272,10 +274,34 @@ def test_a_new_broker_adopts_what_is_mapped(path: Path) -> None:
             memory.resume(10)
             assert bytes(block.buffer) == b"x" * 5000
             memory.release()
-        with MemoryBroker(path), pytest.raises(MemoryLost):
-            memory.resume(10)
         with pytest.raises(BrokerUnreachable):
             memory.resume(10)
+        # What was released is in another process meanwhile.
+        with MemoryBroker(path) as third:
+            assert [one.state for one in third.status()] == ["released"]
+            memory.resume(10)
+            assert bytes(block.buffer) == b"x" * 5000
+            memory.release()
+            os.kill(third.holder_pid, signal.SIGKILL)
+            memory.resume(10)
+            with pytest.raises(MemoryRefused, match="nobody holds released memory"):
+                memory.release()
+            assert bytes(block.buffer) == b"x" * 5000
+
+
+@pytest.mark.slow
+def test_memory_is_lost_only_with_broker_and_holder(path: Path) -> None:
+    """And that is said. Method: kill both while the memory is released."""
+    with broker_process(path) as process:
+        memory = make(path)
+        memory.allocate(10).buffer[:] = b"x" * 10
+        memory.release()
+        process.kill()
+        os.kill(process.holder_pid, signal.SIGKILL)
+    with MemoryBroker(path):
+        with pytest.raises(MemoryLost, match="both ended"):
+            memory.resume(10)
+        memory.close()
 
 
 def test_what_is_refused_changes_nothing(memory: HostMemory, broker: MemoryBroker) -> None:
