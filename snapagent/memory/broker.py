@@ -190,8 +190,8 @@ class MemoryBroker:
         """
         pids = [pid, *processes.descendants(pid)]
         for one in pids:
-            # The broker's own process has it open, of course.
-            if one != os.getpid() and has_open(one):
+            # The broker and its holder have it open, of course.
+            if one not in {os.getpid(), self._held.pid} and has_open(one):
                 raise PreflightFailed(
                     f"process {one} has external memory mapped, which CRIU would copy",
                     next_step="let the workload call release, also in children of fork, and wait "

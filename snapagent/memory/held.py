@@ -32,6 +32,10 @@ _TAKE_OVER_S_MAX: Final = 5.0
 _POLL_S: Final = 0.02
 
 
+class _AnswerError(BadPacketError):
+    """The holder answered something else."""
+
+
 class HeldMemory:
     """A holder process of this broker. Used under the broker's lock."""
 
@@ -82,7 +86,10 @@ class HeldMemory:
         try:
             for batch in batches or [[]]:
                 self._send(key, session, batch)
-        except OSError as error:
+            self._channel.send("sure", {"key": key})
+            if _next(self._channel).number("key") != key:
+                raise _AnswerError(f"it does not have {session.id[:8]}")
+        except (OSError, BadPacketError) as error:
             raise Refused("memory", f"nobody holds released memory any more: {error}") from error
         self._keys[session] = key
 

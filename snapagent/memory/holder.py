@@ -84,6 +84,9 @@ class Holder:
                 opened = peers.open_process(pid)
                 if opened is not None:
                     held.pidfds.append(opened[1])
+        elif packet.kind == "sure":
+            # Messages come in order, so that everything before this one is here.
+            self._broker.send("held", {"key": packet.number("key")})
         elif packet.kind == "forget":
             held_now = self._sessions.pop(packet.number("key"), None)
             if held_now is not None:

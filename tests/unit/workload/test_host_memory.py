@@ -26,6 +26,7 @@ from snapagent.workload import (
     NotTheOwner,
 )
 from tests.support.external import broker_process
+from tests.support.supervised import has_ended
 from tests.support.waiting import wait_until
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -283,6 +284,7 @@ def test_a_new_broker_has_what_the_last_one_had(path: Path) -> None:
             assert bytes(block.buffer) == b"x" * 5000
             memory.release()
             os.kill(third.holder_pid, signal.SIGKILL)
+            wait_until(has_ended(third.holder_pid), "the holder is dead")
             memory.resume(10)
             with pytest.raises(MemoryRefused, match="nobody holds released memory"):
                 memory.release()
@@ -298,6 +300,7 @@ def test_memory_is_lost_only_with_broker_and_holder(path: Path) -> None:
         memory.release()
         process.kill()
         os.kill(process.holder_pid, signal.SIGKILL)
+        wait_until(has_ended(process.holder_pid), "the holder is dead")
     with MemoryBroker(path):
         with pytest.raises(MemoryLost, match="both ended"):
             memory.resume(10)
