@@ -1,5 +1,6 @@
 """External memory into a store and out of it, without CRIU: what is stored, filled, refused."""
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -100,13 +101,22 @@ def test_a_fill_that_is_given_up_leaves_nothing(
         memory.release()
         store_all(broker, store)
     snapshot = store.snapshot(NAME)
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - only how many
+    before = open_files()
     admissions = broker.admit(read_places(snapshot), os.getpid())
     with RegionFill(snapshot, admissions, threads=2, on_error=pytest.fail):
         pass
     admissions.abort()
     assert not broker.status()
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "all is closed")  # noqa: PTH208
+    wait_until(lambda: open_files() == before, "all regions are closed")
+
+
+def open_files() -> list[str]:
+    """Return the memory files that this process has open."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(str(entry.readlink()))
+    return sorted(link for link in links if "snapagent-memory" in link)
 
 
 def test_a_process_without_any_memory_finds_its_session_again(
