@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -237,3 +239,44 @@ def test_a_killed_broker_takes_nothing_that_is_mapped(agent: Agent, short_dir: P
             take(agent, last, workload.pid)
             assert workload.ask("resume") == "resumed"
             assert workload.ask("digest") == before
+
+
+def test_an_agent_that_is_killed_in_a_capture_takes_no_memory(
+    agent: Agent, short_dir: Path
+) -> None:
+    """Goal: the source goes on with all of its memory, although the agent alone had it.
+
+    Method: kill an agent with its broker as soon as its capture has stored something; the next
+    broker gives the memory back.
+    """
+    home = short_dir / "home"
+    home.mkdir()
+    path = short_dir / "memory.sock"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_network_locks())
+        first = stack.enter_context(broker_process(path))
+        workload = stack.enter_context(ExternalWorkload(home, path))
+        before = workload.ask("digest")
+        first.kill()
+        arguments = [str(path), agent.url, str(agent.folder), str(workload.pid), NAME]
+        doomed = stack.enter_context(
+            subprocess.Popen(  # noqa: S603 - this interpreter
+                [sys.executable, "-m", "tests.support.programs.memory_agent", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        )
+        assert doomed.stdin is not None
+        assert doomed.stdout is not None
+        assert doomed.stdout.readline() == b"ready\n"
+        assert workload.ask("release") == "released"
+        doomed.stdin.write(b"go on\n")
+        doomed.stdin.flush()
+        assert doomed.stdout.readline() == b"capturing\n"
+        doomed.kill()
+        doomed.wait()
+        with MemoryBroker(path):
+            assert workload.ask("resume") == "resumed"
+            assert workload.ask("digest") == before
+    with snapstore.open_store(agent.url) as store, pytest.raises(snapstore.SnapError):
+        store.snapshot(NAME)

@@ -432,6 +432,47 @@ def test_restored_memory_goes_out_when_it_is_whole(
     assert [one.state for one in broker.status()] == ["shared"]
 
 
+@pytest.mark.slow
+def test_copies_with_the_same_token_get_their_own_memory(broker: MemoryBroker) -> None:
+    """Goal: copies of one snapshot never get each other's memory, though they know one token.
+
+    Method: two processes of whom the broker only knows which restore they belong to.
+    """
+    token = "7" * 64
+    script = (
+        "import os, sys; from tests.unit.memory.test_broker import Peer; from pathlib import Path;"
+        f"sys.stdin.readline(); peer = Peer(Path({str(broker.path)!r})); peer.token = {token!r};"
+        "peer.hello(create=False); peer.ask('resume'); peer.ask('take', regions=[0]);"
+        "print(os.pread(peer.fds[0], 3, 0).decode(), flush=True); sys.stdin.read()"
+    )
+    with contextlib.ExitStack() as stack:
+        copies = [
+            stack.enter_context(
+                subprocess.Popen(  # noqa: S603 - this interpreter
+                    [sys.executable, "-c", script],
+                    cwd=ROOT,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+            for _ in range(2)
+        ]
+        for number, copy in enumerate(copies):
+            (session,) = broker.admit([("host", place(token, PAGE))], copy.pid).sessions
+            os.pwrite(session.regions[0].fd, f"no{number}".encode(), 0)
+            session.close_regions()
+            session.filled()
+        for number, copy in enumerate(copies):
+            assert copy.stdin is not None
+            assert copy.stdout is not None
+            copy.stdin.write(b"go on\n")
+            copy.stdin.flush()
+            assert copy.stdout.readline() == f"no{number}\n".encode()
+        for copy in copies:
+            copy.kill()
+    wait_until(lambda: not broker.status(), "all of it is freed")
+
+
 def test_a_restore_that_fails_frees_its_memory(
     broker: MemoryBroker, connect: Callable[[], Peer]
 ) -> None:
