@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["BrokerLimits", "MemoryBroker", "SessionStatus"]
 
 _HELD_STATES = frozenset({State.RELEASED, State.FROZEN, State.FILLED})
+_FILL_THREADS_MAX = 16
+"""More are not faster: memory is not."""
 _EVENTS = select.EPOLLIN | select.EPOLLRDHUP
 
 
@@ -86,7 +88,7 @@ class MemoryBroker:
             mode: Permissions of the socket.
             users: Who may have memory; by default all who may write to the socket.
             fill_threads: How many fill memory at a time, in all restores together, each with
-                12 MiB; 0 means one per usable core.
+                48 MiB; 0 means one per usable core, 16 at most.
         """
         self.path = path
         self._mode = mode
@@ -98,7 +100,9 @@ class MemoryBroker:
         self._connections: dict[int, tuple[Channel, Visitor]] = {}
         self._pidfds: dict[int, Process] = {}
         self._to_close: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-        self._buffers = FillBuffers(fill_threads or len(os.sched_getaffinity(0)))
+        self._buffers = FillBuffers(
+            fill_threads or min(_FILL_THREADS_MAX, len(os.sched_getaffinity(0)))
+        )
         self._stack = contextlib.ExitStack()
         self._is_closing = False
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BUFFER_BYTES", "FillBuffers"]
 
-BUFFER_BYTES: Final = 12 << 20
+BUFFER_BYTES: Final = 48 << 20
 
 
 class FillBuffers:
