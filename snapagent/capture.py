@@ -32,8 +32,13 @@ from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_streamer import CaptureStreamer
 from snapagent.criu.page_receiver import PageReceiver, page_sockets
-from snapagent.errors import AgentError
+from snapagent.errors import AgentError, ProtocolError
 from snapagent.linux import namespaces, processes
+from snapagent.linux.network_locks import (
+    find_network_lock,
+    network_lock_names,
+    remove_network_lock,
+)
 from snapagent.memory.storing import RegionStreams
 from snapagent.preflight import CaptureConditions, add_machine, check_process, require
 from snapagent.supervision import Place, Supervisor, criu_command
@@ -43,6 +48,7 @@ from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import TracebackType
 
     from snapagent.config import AgentConfig
     from snapagent.memory.broker import MemoryBroker
@@ -90,7 +96,8 @@ class CaptureResult:
         external_bytes: Bytes of external memory, which CRIU did not see.
         stopped: Whether the tree was ended.
         network_lock: Table of nftables that drops the packets of its connections until a restore
-            in the same network; none if the tree goes on or had no connections.
+            in the same network; none if the tree goes on or had no connections, or CRIU has left
+            none.
     """
 
     pushed: PushResult
@@ -138,6 +145,8 @@ def capture(
 
     Raises:
         PreflightFailed: CRIU could not capture this process here.
+        NoSuchProcess: There is none.
+        CaptureRunning: Another capture of it is under way.
         CriuFailed: CRIU could not; the source goes on.
         BackendError: The storage failed; the source goes on.
     """
@@ -145,10 +154,11 @@ def capture(
     started_s = clock.monotonic_s()
     compression = snapstore.Compression.NONE if request.freeze_fast else None
     with contextlib.ExitStack() as stack:
+        # The work directory tells others that this process is being captured.
+        work = stack.enter_context(work_directory(config, "capture", only_of=request.pid))
         frozen = _freeze(request, stack)
         obstacles = find_obstacles(request.pid, config, stop=request.stop)
         require(obstacles, of=f"process {request.pid}", done="captured")
-        work = stack.enter_context(work_directory(config, "capture"))
         writer = stack.enter_context(
             store.begin(
                 request.name,
@@ -178,7 +188,7 @@ def capture(
         page_bytes=dump.pages.size_bytes,
         external_bytes=external.size_bytes,
         stopped=request.stop,
-        network_lock=dump.network_lock if request.stop else None,
+        network_lock=dump.network_lock,
     )
 
 
@@ -186,7 +196,7 @@ def find_obstacles(pid: int, config: AgentConfig, *, stop: bool = False) -> list
     """Tell what stands in the way of a capture, and what deserves a word; nothing is changed.
 
     Raises:
-        PreflightFailed: There is no such process.
+        NoSuchProcess: There is none.
     """
     conditions = CaptureConditions(
         criu=config.criu,
@@ -222,6 +232,8 @@ class _Dump:
         self.frozen_s = 0.0
         self.commit_began_s = self.commit_ended_s = 0.0
         self.external: RegionStreams | None = None
+        self.network_lock: str | None = None
+        """What stays of it on purpose, known at the end."""
         self._images = ImageStore(writer)
         self.pages = PageStore(writer, self._images)
         self._clock = SystemClock()
@@ -229,6 +241,8 @@ class _Dump:
         self._work = work
         self._request = request
         self._config = config
+        self._network_fd = -1
+        self._run_id = ""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._decided = threading.Event()
@@ -247,16 +261,25 @@ class _Dump:
             self._streamer = stack.enter_context(
                 CaptureStreamer(self._work.path, self._images, self.fail)
             )
-            stack.enter_context(
-                ScriptHooks(self._work.path, {"post-dump": self._commit}, self.fail)
-            )
+            actions = {"pre-dump": self._note_run, "post-dump": self._commit}
+            stack.enter_context(ScriptHooks(self._work.path, actions, self.fail))
+            # Before the processes are gone, whose network it is.
+            self._network_fd = _open_network(self._request.pid)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
         try:
             self._stack.close()
+            # CRIU has ended, one way or another.
+            self._settle_network_lock(error)
         finally:
+            os.close(self._network_fd)
             if self._committer.ident is not None:
                 self._committer.join()
 
@@ -267,9 +290,8 @@ class _Dump:
             CriuFailed: It could not.
             SnapError: Something else failed, which made it give up.
         """
-        status = -1
         try:
-            status = self._run_criu()
+            self._check_status(self._run_criu())
         except BaseException as error:
             self.fail(error)
             raise
@@ -278,11 +300,6 @@ class _Dump:
             self._receiver.join()
         if self._failure is not None:
             raise self._failure
-        if status != 0:
-            failed = program.criu_failed("dump", status, self._work.path / "dump.log")
-            if self.pushed is not None:
-                failed.add_note(f"the snapshot was stored all the same, as {self._request.name}")
-            raise failed
         stats = criu.parse_dump_stats((self._work.path / "stats-dump").read_bytes())
         self.frozen_s = stats.frozen_us / 1e6
 
@@ -319,14 +336,47 @@ class _Dump:
             raise AgentError(f"CRIU cannot be started: {ran.message}")
         return ran.status
 
-    @property
-    def network_lock(self) -> str | None:
-        """The table with which CRIU keeps packets from connections whose processes are gone."""
+    def _check_status(self, status: int) -> None:
+        """Raise what CRIU failed of, unless it only gave up because we had failed."""
+        if status == 0 or not isinstance(self._failure, ProtocolError | None):
+            return
+        failed = program.criu_failed("dump", status, self._work.path / "dump.log")
+        if status < 0:
+            failed.next_step = (
+                "look at the source: CRIU could undo nothing, so that a connection of it may hang"
+            )
+        if self.pushed is not None:
+            failed.add_note(f"the snapshot was stored all the same, as {self._request.name}")
+        # That its sockets broke is only how it looks from here: its log knows why.
+        raise failed from self._failure
+
+    def _note_run(self) -> bool:
+        """Learn how CRIU will name its network lock, before it makes one; on the hook's thread."""
+        self._run_id = program.read_run_id(self._work.path / "dump.log")
+        return True
+
+    def _settle_network_lock(self, failure: BaseException | None) -> None:
+        """Remove what CRIU has left in the network of the processes, unless it is of use there.
+
+        It is as long as the processes are gone and had connections. That it cannot be removed is
+        no reason to fail: whoever called is told that it may be there.
+        """
+        if not self._run_id:
+            return
+        is_of_use = failure is None and self._request.stop and self._has_connections()
+        try:
+            if not is_of_use:
+                remove_network_lock(self._network_fd, self._run_id)
+            name = find_network_lock(self._network_fd, self._run_id) if is_of_use else None
+        except AgentError as error:
+            name = network_lock_names(self._run_id)[0]
+            if failure is not None:
+                failure.add_note(f"{error}; {error.next_step}")
+        self.network_lock = f"inet {name}" if name else None
+
+    def _has_connections(self) -> bool:
         files = criu.parse_open_files(self._images.kept["files.img"])
-        inventory = criu.parse_inventory(self._images.kept["inventory.img"])
-        if inventory.run_id and any(socket.is_connected for socket in files.inet):
-            return f"inet CRIU-{inventory.run_id}"
-        return None
+        return any(socket.is_connected for socket in files.inet)
 
     def _receive_pages(self) -> None:
         try:
@@ -384,6 +434,13 @@ class _Dump:
         finally:
             self.commit_ended_s = self._clock.monotonic_s()
             self._decided.set()
+
+
+def _open_network(pid: int) -> int:
+    try:
+        return os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise AgentError(f"process {pid} has ended") from error
 
 
 def _is_elsewhere(pid: int) -> bool:

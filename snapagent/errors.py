@@ -9,6 +9,8 @@
          WorkloadLost         the restored processes died, or were killed because their memory
                               could not be filled
          PreflightFailed (7)  this snapshot cannot be restored, or this process not captured, here
+         NoSuchProcess (3)    there is no such process
+         CaptureRunning (6)   somebody else captures this process
 
 Every error leaves nothing behind: no process half restored, no mount, no socket, no namespace, and
 a process that was to be captured goes on.
@@ -18,7 +20,15 @@ from __future__ import annotations
 
 from snapstore import SnapError
 
-__all__ = ["AgentError", "CriuFailed", "PreflightFailed", "ProtocolError", "WorkloadLost"]
+__all__ = [
+    "AgentError",
+    "CaptureRunning",
+    "CriuFailed",
+    "NoSuchProcess",
+    "PreflightFailed",
+    "ProtocolError",
+    "WorkloadLost",
+]
 
 
 class AgentError(SnapError):
@@ -41,3 +51,16 @@ class PreflightFailed(AgentError):
     """Something about this machine, snapshot or process forbids it. Nothing was begun."""
 
     exit_code = 7
+
+
+class NoSuchProcess(AgentError):
+    """There is no process with this id. Nothing was begun."""
+
+    exit_code = 3
+
+
+class CaptureRunning(AgentError):
+    """Another capture of this process is under way. It was not disturbed."""
+
+    exit_code = 6
+    retryable = True

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from snapagent.criu.ghosts import REMAPS_IMAGE, rename_ghosts
 from snapagent.criu.laziness import with_lazy_marks
 from snapagent.criu.pagemaps import build_pagemap
 from snapagent.errors import AgentError
@@ -24,6 +25,7 @@ from snapstore import criu
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from snapagent.criu.ghosts import Ghosts
     from snapagent.criu.image_pipe import ImagePipe
     from snapagent.criu.image_set import ImageSet
     from snapagent.preflight import Images
@@ -47,7 +49,11 @@ class DumpFacts:
         eager_bytes: Their sum.
         lazy_bytes: What comes later.
         shared_bytes: Of the eager ones, those of shared memory.
-        rewritten: Images that CRIU gets otherwise than they were captured; see `laziness`.
+        rewritten: Images that CRIU gets otherwise than they were captured; see `laziness`, and
+            `criu.ghosts` for files that had no name any more.
+        renamed: Images that CRIU asks for by other names than they were captured under.
+        ghosts: Paths of what CRIU makes for a moment, which this restore alone has; of very many,
+            the first ones.
     """
 
     images: Images
@@ -57,22 +63,14 @@ class DumpFacts:
     lazy_bytes: int
     shared_bytes: int
     rewritten: dict[str, bytes]
+    renamed: dict[str, str]
+    ghosts: list[str]
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses that sockets are bound to, other than the loopback and unspecified ones."""
         bound = {socket.source_address for socket in self.images.files.inet}
         return tuple(sorted(address for address in bound if address and _is_of_a_link(address)))
-
-    @property
-    def ghosts(self) -> list[str]:
-        """Paths that open files had which have no name any more; of very many, the first ones."""
-        files = self.images.files.regular
-        names = [files[one].name for one in sorted(self.images.removed) if one in files]
-        sizes = itertools.accumulate(2 * len(os.fsencode(name)) for name in names)
-        return [
-            name for name, size in zip(names, sizes, strict=True) if size <= _GHOST_PATHS_BYTES_MAX
-        ]
 
     @property
     def is_shell_job(self) -> bool:
@@ -87,7 +85,7 @@ def _is_of_a_link(address: str) -> bool:
 
 
 def read_facts(images: ImageSet) -> DumpFacts:
-    """Read the small images of a dump.
+    """Read the small images of a dump, for one restore: each has names of its own for ghosts.
 
     Raises:
         AgentError: An image is missing, or the dump is one that this agent cannot restore.
@@ -119,6 +117,9 @@ def read_facts(images: ImageSet) -> DumpFacts:
             tasks[int(owner)] = _task_memory(images, int(owner), memory, pagemap, pages)
         else:
             shared_bytes += count
+    ghosts = _rename_ghosts(images, small)
+    if ghosts is not None:
+        rewritten[REMAPS_IMAGE] = ghosts.remaps
     return DumpFacts(
         images=small,
         tasks=tasks,
@@ -127,7 +128,21 @@ def read_facts(images: ImageSet) -> DumpFacts:
         lazy_bytes=lazy_bytes,
         shared_bytes=shared_bytes,
         rewritten=rewritten,
+        renamed=ghosts.images if ghosts is not None else {},
+        ghosts=_first_paths(ghosts.paths) if ghosts is not None else [],
     )
+
+
+def _rename_ghosts(images: ImageSet, small: Images) -> Ghosts | None:
+    data = images.get(REMAPS_IMAGE)
+    if data is None:
+        return None
+    return rename_ghosts(criu.parse_remaps(data, REMAPS_IMAGE), small.files.regular)
+
+
+def _first_paths(paths: list[str]) -> list[str]:
+    sizes = itertools.accumulate(2 * len(os.fsencode(path)) for path in paths)
+    return [path for path, size in zip(paths, sizes, strict=True) if size <= _GHOST_PATHS_BYTES_MAX]
 
 
 class StreamedImages:
@@ -137,9 +152,11 @@ class StreamedImages:
         self._images = images
         self._eager = facts.eager
         self._rewritten = facts.rewritten
+        self._renamed = facts.renamed
 
     def find(self, name: str) -> Callable[[ImagePipe], None] | None:
         """Return what writes an image into a pipe, or none if there is no such image."""
+        name = self._renamed.get(name, name)
         if name not in self._images:
             return None
         if name in self._rewritten:

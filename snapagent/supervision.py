@@ -168,8 +168,8 @@ class Supervisor:
             pids: the ids of all processes and threads of the snapshot. In fresh process ids no
                 other process gets one of them; and they are what is left to find the processes by
                 when the supervisor and its keeper were killed.
-            ghosts: paths of files that had lost their names, which CRIU makes again for a moment;
-                what it has left of them is removed, unless the tree is released.
+            ghosts: paths of files that CRIU makes for a moment, and nobody else; what it has left
+                of them is removed, unless the tree is released.
             reason_file: gets a line of JSON (`ended`, `time_ns`) if it ends without the agent.
             on_death: called from another thread, once, with the reason, when the supervisor or the
                 keeper ended without having been told to. In a restore everything is dead by then.

@@ -13,7 +13,7 @@ import secrets
 import shutil
 from typing import TYPE_CHECKING
 
-from snapagent.errors import AgentError
+from snapagent.errors import AgentError, CaptureRunning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,14 +43,23 @@ class WorkDirectory:
 
 
 @contextlib.contextmanager
-def work_directory(config: AgentConfig, doing: str) -> Iterator[WorkDirectory]:
+def work_directory(
+    config: AgentConfig, doing: str, *, only_of: int | None = None
+) -> Iterator[WorkDirectory]:
     """Make a work directory for the length of a `with` block.
 
+    Args:
+        config: Where.
+        doing: A word for its name.
+        only_of: A process with which nobody else may be doing that now.
+
     Raises:
+        CaptureRunning: Somebody else does it with that process.
         AgentError: It cannot be made.
     """
     parent = config.run_directory
-    path = parent / f"{doing}-{secrets.token_hex(_NAME_BYTES)}"
+    name = secrets.token_hex(_NAME_BYTES) if only_of is None else str(only_of)
+    path = parent / f"{doing}-{name}"
     if len(os.fsencode(path / _LONGEST_SOCKET)) > _SOCKET_PATH_BYTES_MAX:
         raise AgentError(
             f"{parent} is too long a path for sockets", next_step="set SNAPAGENT_RUN_DIR"
@@ -62,6 +71,11 @@ def work_directory(config: AgentConfig, doing: str) -> Iterator[WorkDirectory]:
             path.mkdir(mode=0o700)
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
+    except FileExistsError as error:
+        raise CaptureRunning(
+            f"process {only_of} is being captured already, in {path}",
+            next_step="wait until that has ended",
+        ) from error
     except OSError as error:
         raise AgentError(
             f"cannot work in {parent}: {error.strerror}",

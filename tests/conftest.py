@@ -1,5 +1,7 @@
 """What every test run does: required markers, one seed, Hypothesis profiles, CRIU in one worker."""
 
+import contextlib
+import os
 import random
 import secrets
 import shutil
@@ -8,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from snapagent.errors import AgentError
+from snapagent.linux import namespaces
+from snapagent.linux.network import fresh_network
 
 # Fixtures that other tests may ask for.
 pytest_plugins = [
@@ -44,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register markers, and choose the seed before xdist hands the options to its workers."""
+    enter_own_network(config)
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     if config.option.seed is None:
@@ -52,6 +59,22 @@ def pytest_configure(config: pytest.Config) -> None:
     unknown = required_markers(config) - known
     if unknown:
         raise pytest.UsageError(f"--require names unknown markers: {', '.join(sorted(unknown))}")
+
+
+def enter_own_network(config: pytest.Config) -> None:
+    """Give the whole run a network namespace, where that is allowed; CRIU needs as much.
+
+    Else tables of nftables that CRIU makes in another run beside this one would be seen here, and
+    be taken for what a test has left. Workers of xdist are in the one of their parent.
+    """
+    if hasattr(config, "workerinput") or os.geteuid() != 0:
+        return
+    with contextlib.suppress(AgentError, OSError):
+        network = fresh_network()
+        try:
+            namespaces.set_namespace(network, namespaces.NETWORK)
+        finally:
+            os.close(network)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -114,8 +137,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in ("criu", "s3"):
             if name in getattr(item, "fixturenames", ()):
                 item.add_marker(name)
-            if item.get_closest_marker(name) is not None:
-                item.add_marker(pytest.mark.xdist_group(name))
+        # One group only: xdist makes a third one of what is in two, which runs beside both.
+        groups = [name for name in ("criu", "s3") if item.get_closest_marker(name) is not None]
+        if groups:
+            item.add_marker(pytest.mark.xdist_group(groups[0]))
 
 
 # -- fixtures for all -----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ __all__ = ["capture"]
 def capture(
     name: Annotated[str, typer.Argument(metavar="NAME[:TAG]", help="What to call it.")],
     *,
-    pid: Annotated[int, typer.Option(metavar="P", help="Root of the process tree.")],
+    pid: Annotated[int, typer.Option(min=1, metavar="P", help="Root of the process tree.")],
     stop: Annotated[
         bool, typer.Option("--stop", help="End the tree once the snapshot is durable.")
     ] = False,

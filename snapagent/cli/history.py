@@ -19,7 +19,7 @@ __all__ = ["history"]
 def history(
     *,
     count: Annotated[
-        int, typer.Option("--count", "-n", metavar="N", help="How many at most.")
+        int, typer.Option("--count", "-n", min=1, metavar="N", help="How many at most.")
     ] = 20,
     json: Json = False,
     quiet: Quiet = False,

@@ -22,7 +22,7 @@ def preflight(
     ] = None,
     *,
     pid: Annotated[
-        int | None, typer.Option(metavar="P", help="Root of a process tree to be captured.")
+        int | None, typer.Option(min=1, metavar="P", help="Root of a process tree to be captured.")
     ] = None,
     pids: Pids = Where.HERE,
     network: Network = Where.HERE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -74,10 +75,10 @@ def serve_pages(
             }
             note = f", images in {write_images}" if write_images is not None else ""
             console.result(document, f"serving {name} at {host}:{port}{note}")
-            try:
+            # An interruption is its usual end.
+            with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
-            finally:
-                console.note(f"sent {format_bytes(service.sent_bytes)}")
+            console.note(f"sent {format_bytes(service.sent_bytes)}")
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -5,19 +5,19 @@ Pure: entries in, bytes out. `snapstore` has the other direction.
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING
 
+from snapagent.criu.image_file import build_image, varint
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["ENTRIES_MAX", "build_pagemap"]
 
 ENTRIES_MAX = 1 << 22
 """So many a store's reader accepts. CRIU cuts entries at 1 MiB: four terabytes reach this."""
 
-_MAGICS = struct.pack("<II", 0x54564319, 0x56084025)  # any image, then a pagemap
-_LENGTH = struct.Struct("<I")
+_MAGIC_PAGEMAP = 0x56084025
 _COMPAT_NR_PAGES = b"\x10\x00"
 """Field 2, always zero: the page count of CRIU before 4.2, which is required and has 32 bits."""
 
@@ -29,27 +29,17 @@ def build_pagemap(pages_id: int, entries: Iterable[tuple[int, int, int]]) -> byt
         pages_id: The data is in `pages-<pages_id>.img`.
         entries: Address, number of pages and flags of each run, in the order of the data.
     """
-    parts = [_MAGICS]
-    head = b"\x08" + _varint(pages_id)
-    parts += (_LENGTH.pack(len(head)), head)
+    return build_image(_MAGIC_PAGEMAP, _messages(pages_id, entries))
+
+
+def _messages(pages_id: int, entries: Iterable[tuple[int, int, int]]) -> Iterator[bytes]:
+    yield b"\x08" + varint(pages_id)
     for vaddr, nr_pages, flags in entries:
-        message = b"".join(
+        yield b"".join(
             (
-                b"\x08" + _varint(vaddr),
+                b"\x08" + varint(vaddr),
                 _COMPAT_NR_PAGES,
-                b"\x20" + _varint(flags),
-                b"\x28" + _varint(nr_pages),
+                b"\x20" + varint(flags),
+                b"\x28" + varint(nr_pages),
             )
         )
-        parts += (_LENGTH.pack(len(message)), message)
-    return b"".join(parts)
-
-
-def _varint(value: int) -> bytes:
-    """Write a number in groups of seven bits, the lowest first."""
-    octets = bytearray()
-    while value >= 0x80:
-        octets.append(value & 0x7F | 0x80)
-        value >>= 7
-    octets.append(value)
-    return bytes(octets)

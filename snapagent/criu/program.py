@@ -10,10 +10,18 @@ from snapagent.errors import CriuFailed
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["GHOST_BYTES_MAX", "criu_failed", "dump_arguments", "restore_arguments"]
+__all__ = [
+    "GHOST_BYTES_MAX",
+    "criu_failed",
+    "dump_arguments",
+    "read_run_id",
+    "restore_arguments",
+]
 
 _LOG_LEVEL = "-v3"
 _LOG_BYTES_MAX = 4 << 20
+_LOG_HEAD_BYTES = 64 << 10
+_RUN_ID = re.compile(rb"\bCRIU run id = ([0-9a-f-]{36})\b")
 _LINES_SHOWN = 6
 _HARMLESS = b"Can't setup RLIMIT_NOFILE for self"
 """In every log where `CAP_SYS_RESOURCE` is missing."""
@@ -88,6 +96,19 @@ def _common(directory: str, log: str, *, shell_job: bool, tcp_close: bool = Fals
         "nftables",
         *(["--shell-job"] if shell_job else []),
     ]
+
+
+def read_run_id(log: Path) -> str:
+    """Return the id of a run of CRIU, which its network lock is named after.
+
+    It is in the head of its log; empty if it is not there.
+    """
+    try:
+        with log.open("rb") as file:
+            found = _RUN_ID.search(file.read(_LOG_HEAD_BYTES))
+    except OSError:
+        return ""
+    return found[1].decode("ascii") if found else ""
 
 
 def criu_failed(doing: str, status: int, log: Path) -> CriuFailed:

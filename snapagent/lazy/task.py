@@ -179,6 +179,7 @@ class LiveTask:
     def _copy_run(self, run: Run, source: int) -> _Filled:
         """Copy one run, piece by piece where the kernel wants it so."""
         done = copied = 0
+        absent_at = -1
         piece = run.length
         while done < run.length:
             piece = min(piece, run.length - done)
@@ -193,6 +194,11 @@ class LiveTask:
             elif result.error == errno.ENOENT and piece > PAGE_BYTES:
                 # The task may have divided the mapping since: only a page is never divided.
                 piece = max(PAGE_BYTES, piece // 2 & -PAGE_BYTES)
+            elif result.error == errno.ENOENT and absent_at != done:
+                # The task may be about to tell that it has moved it: the kernel finds the mapping
+                # gone before it looks for that. It looks for that first of all the next time, and
+                # refuses, for no event is read meanwhile.
+                absent_at = done
             elif result.error == errno.ENOENT:
                 done += PAGE_BYTES
                 self.dropped_bytes += PAGE_BYTES

@@ -1,14 +1,12 @@
 """Files that CRIU makes for a moment in a restore, and leaves behind when it is killed then.
 
-A file that had lost its name is made again beside where it was, as `NAME.cr.NUMBER.ghost`, opened,
-and removed at the end. One that stays takes up room, and makes the next restore fail.
+Each restore has names of its own for them (see `criu.ghosts`), so that only its own are removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,26 +14,19 @@ if TYPE_CHECKING:
 
 __all__ = ["remove_ghosts", "remove_ghosts_below"]
 
-_SUFFIX = re.compile(r"\.cr\.[0-9a-f]{1,8}\.ghost")
-
 
 def remove_ghosts(paths: Sequence[str]) -> None:
-    """Remove what CRIU may have left of these files, as far as that goes.
+    """Remove what CRIU may have left, as far as that goes.
 
     Args:
-        paths: Absolute paths that the files had.
+        paths: Absolute paths. Where the folder is gone, CRIU has taken the nearest one above it.
     """
-    by_folder: dict[str, set[str]] = {}
     for path in paths:
         folder, name = os.path.split(path)
-        by_folder.setdefault(folder, set()).add(name)
-    for folder, names in by_folder.items():
+        while folder.strip("/") and not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
         with contextlib.suppress(OSError):
-            for found in os.listdir(folder):
-                suffix = _SUFFIX.search(found)
-                if suffix and suffix.end() == len(found) and found[: suffix.start()] in names:
-                    with contextlib.suppress(OSError):
-                        os.unlink(os.path.join(folder, found))
+            os.unlink(os.path.join(folder, name))
 
 
 def remove_ghosts_below(root_fd: int, paths: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Fresh network namespaces, in which a restored process finds the addresses that it had.
+"""Network namespaces: working in one, and fresh ones for restored processes with their addresses.
 
 Sockets that listen on a certain address, and connections, can only be restored where the machine
 has that address: so `lo` of the fresh namespace is given all of them. It is the one interface that
@@ -15,21 +15,23 @@ import os
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from snapagent.errors import AgentError
 from snapagent.linux import namespaces
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["fresh_network"]
+__all__ = ["fresh_network", "in_network"]
 
 ADDRESSES_MAX: Final = 1024
 
 SIOCSIFFLAGS: Final = 0x8914
 IFF_UP: Final = 1
 IFF_RUNNING: Final = 0x40
+
+T = TypeVar("T")
 
 NETLINK_HEADER: Final = struct.Struct("=IHHII")
 """Length with the header, type, flags, sequence number, port of the sender."""
@@ -60,28 +62,52 @@ def fresh_network(addresses: Sequence[str] = ()) -> int:
         AgentError: an address is none, or the kernel does not allow it.
     """
     wanted = _parse(addresses)
-    made: list[int] = []
+
+    def make() -> int:
+        namespaces.unshare(namespaces.NETWORK)
+        _bring_loopback_up()
+        if wanted:
+            _add_to_loopback(wanted)
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+    try:
+        return _on_own_thread(make)
+    except OSError as error:
+        raise AgentError(f"cannot make a network namespace: {error}") from error
+
+
+def in_network(fd: int, work: Callable[[], T]) -> T:
+    """Do something in the network namespace of an fd, on a thread of its own.
+
+    Raises:
+        OSError: The namespace cannot be entered.
+        Exception: What the work raises.
+    """
+
+    def enter_and_work() -> T:
+        namespaces.set_namespace(fd, namespaces.NETWORK)
+        return work()
+
+    return _on_own_thread(enter_and_work)
+
+
+def _on_own_thread(work: Callable[[], T]) -> T:
+    """Call it on a thread of its own, since it is the thread that changes its namespace."""
+    results: list[T] = []
     problems: list[Exception] = []
 
-    def work() -> None:
+    def run() -> None:
         try:
-            namespaces.unshare(namespaces.NETWORK)
-            _bring_loopback_up()
-            if wanted:
-                _add_to_loopback(wanted)
-            made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+            results.append(work())
         except Exception as error:  # noqa: BLE001 - raised again below, in the caller's thread.
             problems.append(error)
 
-    # A thread of its own, since it is the thread that changes its namespace. It ends in there.
-    thread = threading.Thread(target=work, name="fresh-network")
+    thread = threading.Thread(target=run, name="network")
     thread.start()
     thread.join()
     if problems:
-        if isinstance(problems[0], AgentError):
-            raise problems[0]
-        raise AgentError(f"cannot make a network namespace: {problems[0]}") from problems[0]
-    return made[0]
+        raise problems[0]
+    return results[0]
 
 
 def _parse(addresses: Sequence[str]) -> list[Address]:

@@ -71,10 +71,13 @@ class Images:
 
     @property
     def pids(self) -> frozenset[int]:
-        """The ids of all processes and threads."""
-        return frozenset(
-            one for process in self.processes for one in (process.pid, *process.threads)
-        )
+        """The ids of all processes and threads.
+
+        Of one that had ended and not been waited for CRIU writes ids of threads that mean nothing.
+        """
+        alive = [process for process in self.processes if process.pid in self.cores]
+        threads = (thread for process in alive for thread in process.threads)
+        return frozenset((*(process.pid for process in self.processes), *threads))
 
 
 def snapshot_reader(snapshot: Snapshot) -> Callable[[str], bytes | None]:
@@ -131,7 +134,9 @@ def read_images(read: Callable[[str], bytes | None]) -> Images:
         directories=_of_each(processes, read, "fs", parse_fs),
         files=files,
         terminals=_terminals_of_others(_parsed(read, "tty-info.img", parse_tty_info) or ()),
-        removed=frozenset(_parsed(read, "remap-fpath.img", parse_remaps) or ()),
+        removed=frozenset(
+            remap.file_id for remap in _parsed(read, "remap-fpath.img", parse_remaps) or ()
+        ),
         private_bytes=sum(kept) * PAGE_BYTES,
         shared_bytes=_shared_bytes(read, memories.values()),
         own_namespaces=own,

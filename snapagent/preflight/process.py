@@ -43,7 +43,7 @@ def check_process(pid: int, conditions: CaptureConditions | None = None) -> list
         The obstacles, those that forbid it first.
 
     Raises:
-        PreflightFailed: There is no such process.
+        NoSuchProcess: There is none.
     """
     conditions = conditions or CaptureConditions()
     found = Obstacles()

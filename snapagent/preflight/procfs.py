@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from snapagent.errors import PreflightFailed
+from snapagent.errors import NoSuchProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +82,7 @@ def process_tree(pid: int) -> list[Task]:
     """Return a process and all below it, the process itself first.
 
     Raises:
-        PreflightFailed: There is no such process.
+        NoSuchProcess: There is no such process.
     """
     found: dict[int, Task] = {}
     waiting = [pid]
@@ -95,12 +95,12 @@ def process_tree(pid: int) -> list[Task]:
             waiting.extend(_children(one))
         except OSError as error:
             if one == pid:
-                raise PreflightFailed(
+                raise NoSuchProcess(
                     f"there is no process {pid} here",
                     next_step="give the id that `ps` shows in this pid namespace",
                 ) from error
     if pid not in found:
-        raise PreflightFailed(f"the process {pid} ended while it was looked at")
+        raise NoSuchProcess(f"the process {pid} ended while it was looked at")
     return list(found.values())
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "MemfdInode",
     "OpenFiles",
     "RegularFile",
+    "Remap",
     "TcpState",
     "Terminal",
     "UnixSocket",
@@ -84,6 +85,8 @@ _KINDS = {
     20: "pidfd",
 }
 _REMAPS = {0: "linked", 1: "ghost", 2: "procfs"}
+_LINKED, _GHOST = 0, 1
+_OLD_GHOST_BIT = 1 << 31
 _USK_EXTERN = 1
 _TTY_PTY = 1
 _PTMX = (5, 2)
@@ -123,7 +126,7 @@ class _FsField:
 
 
 class _RemapField:
-    ORIGINAL_ID, TYPE = 1, 3
+    ORIGINAL_ID, TARGET_ID, TYPE = 1, 2, 3
 
 
 class _TerminalField:
@@ -262,6 +265,24 @@ class WorkingDirectory:
 
     cwd_id: int
     root_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remap:
+    """One entry of `remap-fpath.img`: a file that had no name of its own any more.
+
+    Attributes:
+        file_id: Which file of `files.img`.
+        target_id: What stands for it; of a ghost the number `ghost-file-<hexadecimal>.img` has.
+        kind: `ghost` (an image has the content), `linked` (another name was made), or `procfs`
+            (an entry of a process that is gone); `kind-<number>` if it is unknown.
+        message: The entry as it is in the image.
+    """
+
+    file_id: int
+    target_id: int
+    kind: str
+    message: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -519,27 +540,41 @@ def parse_fs(data: bytes, name: str = "fs.img") -> WorkingDirectory:
     return WorkingDirectory(numbers[_FsField.CWD_ID], numbers[_FsField.ROOT_ID])
 
 
-def parse_remaps(data: bytes, name: str = "remap-fpath.img") -> dict[int, str]:
-    """Read which files of `files.img` have no name of their own any more, by id.
-
-    The word is `ghost` (the image has the content), `linked` (another name was made), or `procfs`
-    (an entry of a process that is gone).
+def parse_remaps(data: bytes, name: str = "remap-fpath.img") -> tuple[Remap, ...]:
+    """Read which files of `files.img` have no name of their own any more.
 
     Raises:
         FormatError: It is no such image, or cut short, or larger than any real one.
     """
     reader = ImageReader(data, name)
     reader.expect(MAGIC_REMAPS)
-    found: dict[int, str] = {}
+    found: list[Remap] = []
     for start, end in reader.entries():
-        numbers = _numbers(reader, start, end)
-        _need(reader, start, numbers, _RemapField.ORIGINAL_ID)
+        numbers = {
+            field.number: reader.number(field)
+            for field in reader.fields(start, end)
+            if field.number in _REMAP_NUMBERS
+        }
+        _need(reader, start, numbers, _RemapField.ORIGINAL_ID, _RemapField.TARGET_ID)
         if len(found) == FILES_MAX:
             raise LimitExceeded(f"{name}: more than {FILES_MAX} files")
-        # Images of old say it by a bit of the id, and only of ghosts.
-        kind = numbers.get(_RemapField.TYPE, 1)
-        found[numbers[_RemapField.ORIGINAL_ID]] = _REMAPS.get(kind, f"kind-{kind}")
-    return found
+        target_id, kind = numbers[_RemapField.TARGET_ID], numbers.get(_RemapField.TYPE)
+        if kind is None:
+            # Images of old say it by a bit of the id.
+            kind = _GHOST if target_id & _OLD_GHOST_BIT else _LINKED
+            target_id &= ~_OLD_GHOST_BIT
+        found.append(
+            Remap(
+                file_id=numbers[_RemapField.ORIGINAL_ID],
+                target_id=target_id,
+                kind=_REMAPS.get(kind, f"kind-{kind}"),
+                message=data[start:end],
+            )
+        )
+    return tuple(found)
+
+
+_REMAP_NUMBERS = frozenset({_RemapField.ORIGINAL_ID, _RemapField.TARGET_ID, _RemapField.TYPE})
 
 
 def parse_memfd(data: bytes, name: str = "memfd.img") -> tuple[MemfdInode, ...]:

@@ -1,11 +1,25 @@
 """Shows of captures and restores of the tree of four, by the program."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.support.agent import FRESH, Agent
-from tests.support.tree import ProcessTree
+from snapagent.linux import namespaces
+from snapstore.units import MIB
+from tests.support.agent import FRESH, Agent, succeeded
+from tests.support.network_locks import without_network_locks
+from tests.support.placeholder import placeholder_container
+from tests.support.processes import end_processes_in
+from tests.support.s3_proxy import Proxy
+from tests.support.supervised import inside_network
+from tests.support.tree import MEMBERS, ProcessTree
+from tests.support.waiting import wait_until
+from tools import seaweed
+from tools.live_process import LiveProcess
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow]
+
+SLOW_S = 0.05
 
 
 @pytest.fixture(params=["agent", pytest.param("s3_agent", marks=pytest.mark.s3)])
@@ -51,3 +65,85 @@ def test_tree_comes_back_every_way(any_agent: Agent, process_tree: ProcessTree) 
         for options in ((), ("--eager",), ()):
             assert not set(restored(agent, tree, *FRESH, *options)) & set(ids)
             tree.end()
+
+
+CHANGES = [
+    ("fork", {}),
+    ("discard", {}),
+    ("move", {}),
+    ("grow", {"bytes": MIB}),
+    ("touch", {"bytes": 100_000}),
+    ("fork", {}),
+    ("release", {}),
+]
+
+
+@pytest.mark.s3
+def test_tree_changes_while_its_memory_is_filled(
+    s3_agent: Agent, s3: seaweed.S3Server, s3_bucket: str, process_tree: ProcessTree
+) -> None:
+    """Goal: it may fork, drop, move, map and unmap memory that is not there yet.
+
+    Method: read from a store that takes its time for everything, with one thread.
+    """
+    tree = process_tree
+    s3_agent.capture_and_stop("tree", tree.pid, tree.processes())
+    with s3_agent.nothing_left(tree.home), Proxy(s3.endpoint).running() as proxy:
+        proxy.delay_s = SLOW_S
+        slow = s3_agent.at(s3.url(s3_bucket, endpoint=proxy.endpoint))
+        process = slow.start("restore", "tree", *FRESH, "--threads", "1")
+        wait_until(lambda: process.poll() is not None or tree.answers(), "the tree listens")
+        for change, details in CHANGES:
+            tree.ask(change, **details)
+        document = succeeded(process)
+        assert document["lazy"]["events"] >= len(CHANGES)
+        assert document["lazy"]["tasks"] > MEMBERS
+        tree.check()
+        tree.end()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_restores_of_one_snapshot_at_once(agent: Agent, work_dir: Path, count: int) -> None:
+    """Each in namespaces of its own, where it has the same ids and the same port."""
+    home = work_dir / "home"
+    home.mkdir()
+    with without_network_locks(), LiveProcess(home, size_mib=4) as process:
+        memory = process.memory_hash()
+        agent.run("capture", "one", "--pid", str(process.pid), "--stop")
+        process.reap()
+        with agent.nothing_left():
+            restore_at_once(agent, process, home, memory, count)
+
+
+def restore_at_once(
+    agent: Agent, process: LiveProcess, home: Path, memory: str, count: int
+) -> None:
+    started = [agent.start("restore", "one", *FRESH) for _ in range(count)]
+    roots = [succeeded(one)["root_pid"] for one in started]
+    try:
+        for root in roots:
+            assert inside_network(root, process.memory_hash) == memory
+    finally:
+        end_processes_in(home)
+    assert len(set(roots)) == count
+
+
+def test_tree_moves_into_a_container_and_out(
+    agent: Agent, process_tree: ProcessTree, work_dir: Path
+) -> None:
+    """Goal: restored into the namespaces of a placeholder, and captured again from there."""
+    tree = process_tree
+    agent.capture_and_stop("tree", tree.pid, tree.processes())
+    with (
+        agent.nothing_left(tree.home),
+        placeholder_container(work_dir / "container", also=[tree.home]) as container,
+    ):
+        into = ("--into-pid", str(container.pid))
+        root = agent.run("restore", "tree", *into)["root_pid"]
+        tree.check()
+        for kind in ("mnt", "pid", "net"):
+            ours = namespaces.namespace_id(root, kind)
+            assert ours == namespaces.namespace_id(container.pid, kind)
+        agent.capture_and_stop("tree", root, tree.processes())
+        agent.run("restore", "tree", *into, "--eager")
+        tree.check()

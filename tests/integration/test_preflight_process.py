@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from snapagent.errors import PreflightFailed
+from snapagent.errors import NoSuchProcess, PreflightFailed
 from snapagent.preflight import (
     CaptureConditions,
     Obstacle,
@@ -311,7 +311,7 @@ def test_the_agent_does_not_capture_itself(conditions: CaptureConditions):
 def test_a_process_that_is_gone_is_an_error(conditions: CaptureConditions, home: Path):
     with process_that("", home) as process:
         pass
-    with pytest.raises(PreflightFailed, match=f"no process {process.pid}") as caught:
+    with pytest.raises(NoSuchProcess, match=f"no process {process.pid}") as caught:
         check_process(process.pid, conditions)
     assert caught.value.exit_code == 7
 

@@ -2,18 +2,16 @@
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from snapagent.linux import namespaces, processes
 from snapagent.supervision import Place, Supervisor, criu_command
 from tests.support.placeholder import placeholder_container
-from tests.support.supervised import agent_role, has_ended, needs_root
+from tests.support.supervised import agent_role, has_ended, inside_network, needs_root
 from tests.support.waiting import wait_until
 from tools.live_process import Criu, LiveProcess
 
@@ -21,7 +19,6 @@ pytestmark = [needs_root, pytest.mark.criu, pytest.mark.slow]
 
 SIZE_MIB = 8
 NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "cgroup")
-T = TypeVar("T")
 RESTORE = ["restore", "--restore-detached"]
 
 
@@ -78,21 +75,6 @@ def settings(criu: Criu, dumped: Dumped, work_dir: Path) -> Callable[[str], Sett
         return Setting(command, {"criu": home, "images": dumped.images}, work)
 
     return make
-
-
-def inside_network(pid: int, what: Callable[[], T]) -> T:
-    """Call a function in the network namespace of a process."""
-    results: list[T] = []
-
-    def work() -> None:
-        with Path(f"/proc/{pid}/ns/net").open() as network:
-            namespaces.set_namespace(network.fileno(), namespaces.NETWORK)
-        results.append(what())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 def restore(supervisor: Supervisor, setting: Setting, dumped: Dumped) -> int:

@@ -388,6 +388,7 @@ def start_message(place: Place, work: Path, *, task: str) -> dict[str, object]:
         "work": str(work),
         "reasons": "",
         "pids": [],
+        "ghosts": [],
         "fresh_pids": int(place.pids == "fresh"),
         "join": place.join_pid or 0,
         "network": int(place.network == "fresh"),

@@ -27,6 +27,15 @@ from tools.live_process import Criu
 
 ROOT = Path(__file__).parents[2]
 FRESH = ("--pids", "fresh", "--network", "fresh")
+PROGRAM = ("-m", "snapagent")
+IMPATIENT = """
+import random
+from snapagent.cli.main import run
+from snapstore.backend.retry import RetryingBackend
+from snapstore.repository import store
+store._patient = lambda backend, clock: RetryingBackend(backend, rng=random.Random(), clock=clock)
+run()
+"""
 AGENT_S_MAX = 120
 QUIET_S_MAX = 30
 
@@ -40,6 +49,8 @@ class Agent:
     url: str
     folder: Path
     """On a short path, for the sockets in it."""
+    impatient: bool = False
+    """Give a store up after seconds, not minutes."""
 
     @property
     def run_directory(self) -> Path:
@@ -60,11 +71,20 @@ class Agent:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start it; whoever does waits for it."""
+        return self._start([*arguments, "--json", "--store", self.url])
+
+    def history(self, *, count: int) -> list[Document]:
+        """Return the newest entries of its record, the newest first."""
+        output, errors = _finish(self._start(["history", "--count", str(count), "--json"]))
+        assert not errors
+        return [json.loads(line) for line in output.splitlines()]
+
+    def _start(self, arguments: list[str]) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # noqa: TID251 - handed on
         environment[RUN_VARIABLE] = str(self.run_directory)
         environment[STATE_VARIABLE] = str(self.folder / "state")
         return subprocess.Popen(  # noqa: S603 - this interpreter
-            [sys.executable, "-m", "snapagent", *arguments, "--json", "--store", self.url],
+            [sys.executable, *(("-c", IMPATIENT) if self.impatient else PROGRAM), *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -3,6 +3,9 @@
 A dump that ends its process with established connections leaves a table of nftables which drops
 what is sent between their addresses. The restore removes it, if there is one and it comes back to
 the same network namespace; else a later connection that gets the same ports would find them dead.
+
+A run of the tests has a network namespace of its own (see `conftest`), and one user of CRIU at a
+time: so whatever table comes to be while a test works is that test's.
 """
 
 import contextlib
@@ -24,7 +27,7 @@ def network_locks() -> set[str]:
 
 @contextlib.contextmanager
 def without_network_locks() -> Iterator[None]:
-    """Remove afterwards what the body has left; only one user of CRIU at a time."""
+    """Remove afterwards what the body has left."""
     before = network_locks()
     try:
         yield

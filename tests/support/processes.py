@@ -44,6 +44,15 @@ def processes_in(directory: Path) -> list[int]:
     return sorted(found)
 
 
+def open_files(pid: int) -> list[str]:
+    """Return what the descriptors of a process lead to; it may open and close some meanwhile."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(path.readlink()))
+    return found
+
+
 @contextlib.contextmanager
 def watched(pids: list[int]) -> Iterator[list[int]]:
     """Give a descriptor for each process that still exists; ids may be reused, these are not."""

@@ -65,6 +65,8 @@ class Proxy:
         self.server_address = endpoint.removeprefix("http://")
         self.plan: Plan = lambda _: None
         self.seen: list[Request] = []
+        self.delay_s = 0.0
+        """How long reading data takes at least."""
         self.released = threading.Event()
         self.bytes_put = 0
         self._lock = threading.Lock()
@@ -173,6 +175,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward  # noqa: N815
 
     def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        if "/packs/" in self.path and self.command == "GET":
+            self.owner.released.wait(self.owner.delay_s)
         connection = http.client.HTTPConnection(self.owner.server_address, timeout=60)
         try:
             connection.putrequest(

@@ -4,16 +4,20 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from snapagent.linux import namespaces, processes
 from snapagent.supervision import Place
 from tests.support.waiting import wait_until
+
+T = TypeVar("T")
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 
@@ -78,6 +82,21 @@ def has_ended(pid: int) -> Callable[[], bool]:
         return state is None or state.ended
 
     return ended
+
+
+def inside_network(pid: int, what: Callable[[], T]) -> T:
+    """Call a function in the network namespace of a process."""
+    results: list[T] = []
+
+    def work() -> None:
+        with Path(f"/proc/{pid}/ns/net").open() as network:
+            namespaces.set_namespace(network.fileno(), namespaces.NETWORK)
+        results.append(what())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 class Agent:

@@ -6,6 +6,7 @@ See `programs/tree_of_four.py` for what it holds and answers.
 import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -54,11 +55,13 @@ class ProcessTree:
         *,
         seed: int = 1,
         command: tuple[str, ...] = (),
+        abstract: bool = False,
     ) -> None:
         """Start it in `home`, an existing folder; returns when it answers.
 
         It leads a session and has files as standard streams. `command` stands before it and has to
-        execute it in place, such as `unshare --ipc`.
+        execute it in place, such as `unshare --ipc`. With an abstract control socket several of
+        its lives can be asked at once, each from within its own network.
         """
         self.home = home
         sizes = sizes or TreeSizes()
@@ -69,10 +72,12 @@ class ProcessTree:
             "threads": sizes.threads,
             "seed": seed,
         }
+        self._abstract = f"tree-{secrets.token_hex(8)}" if abstract else None
         with (home / "output.txt").open("ab") as output:
             self._first_life = subprocess.Popen(  # noqa: S603 - no shell
                 [*command, sys.executable, "-m", PROGRAM]
-                + [f"--{name}={value}" for name, value in arguments.items()],
+                + [f"--{name}={value}" for name, value in arguments.items()]
+                + ([f"--control=@{self._abstract}"] if abstract else []),
                 cwd=home,
                 env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
                 stdin=subprocess.DEVNULL,
@@ -107,8 +112,9 @@ class ProcessTree:
         connection.settimeout(ANSWER_S_MAX)
         # Through a descriptor, since its path may be longer than an address.
         home = os.open(self.home, os.O_PATH)
+        path = f"/proc/self/fd/{home}/{CONTROL}"
         try:
-            connection.connect(f"/proc/self/fd/{home}/{CONTROL}")
+            connection.connect(path if self._abstract is None else f"\0{self._abstract}")
         except BaseException:
             connection.close()
             raise

@@ -3,7 +3,8 @@
 The first forks the other three. They have threads, private and shared memory, pipes, TCP
 connections between all of them, a semaphore, open files, one of them deleted. Requests come as
 lines of JSON to the Unix socket `control` in the working directory, which is found by its path and
-so also from another network or process namespace:
+so also from another network or process namespace. With `--control=@NAME` it is an abstract socket
+instead, of which each network namespace may have its own.
 
 `{"do": "ping"}`                        answer without touching anything
 `{"do": "check", "blocks": N}`          verify everything; of the memory N random blocks, or all
@@ -225,6 +226,11 @@ def serve(tree: Tree, listener: socket.socket) -> None:
                     return
 
 
+def address(control: str) -> str:
+    """Return what a socket is bound to; a name that begins with `@` is an abstract one."""
+    return "\0" + control[1:] if control.startswith("@") else control
+
+
 def main() -> None:
     """Be the first process of the tree."""
     parser = argparse.ArgumentParser()
@@ -233,10 +239,12 @@ def main() -> None:
     parser.add_argument("--shared-bytes", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    tree = Tree(parser.parse_args())
+    parser.add_argument("--control", default=CONTROL)
+    settings = parser.parse_args()
+    tree = Tree(settings)
     # By a relative name: the folder may have a longer one than an address has room for.
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(CONTROL)
+        listener.bind(address(settings.control))
         listener.listen(16)
         serve(tree, listener)
 

@@ -175,6 +175,24 @@ def test_moved_memory_is_filled_where_it_is(stage: Stage) -> None:
         peer.check(page, count)
 
 
+def test_moves_lose_nothing_that_comes_page_by_page(stage: Stage) -> None:
+    """Goal: a copy of one page that finds its mapping gone, since it moves just then, is not lost.
+
+    Method: every other page is missing, so that all copies are of one page. The task moves all of
+    them to and fro while they are filled, as fast as it can.
+    """
+    count = 3000
+    rows = [(2 * number, 1, 6, number) for number in range(count)]
+    daemon, peer = stage.start(random_image(count), rows, 5 * count, fill=False)
+    daemon.start_fill()
+    for _ in range(30):
+        peer.ask("move", 0, 2 * count, 2 * count)
+        peer.ask("move", 2 * count, 2 * count, 0)
+    filled(daemon, stage)
+    assert daemon.stats.dropped_bytes == 0
+    peer.check(0, 2 * count)
+
+
 def test_divided_mappings_are_filled(stage: Stage) -> None:
     """No copy may cross mappings, and a task may divide them without telling anybody."""
     image = random_image(PAGES)

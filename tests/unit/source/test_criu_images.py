@@ -19,6 +19,7 @@ from snapstore.source.criu_files import (
     MappedFile,
     MemfdInode,
     RegularFile,
+    Remap,
     Terminal,
     UnixSocket,
     WorkingDirectory,
@@ -194,6 +195,25 @@ def test_a_file_tells_its_mode_and_whether_it_comes_from_outside():
     assert found == {1: RegularFile("/a", None, None, 0o40755, 0o2, is_external=True)}
 
 
+def test_removed_files_of_old_images_and_of_unknown_kinds() -> None:
+    old_ghost, old_link = message((1, 1), (2, 1 << 31 | 2)), message((1, 3), (2, 4))
+    unknown = message((1, 5), (2, 6), (3, 7))
+    assert parse_remaps(image(criu_files.MAGIC_REMAPS, old_ghost, old_link, unknown)) == (
+        Remap(1, 2, "ghost", old_ghost),
+        Remap(3, 4, "linked", old_link),
+        Remap(5, 6, "kind-7", unknown),
+    )
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [message((1, 1)), message((2, 1)), message((1, 1), (2, b"1")), message((1, 1), (2, 1 << 32))],
+)
+def test_removed_files_that_are_none(entry: bytes) -> None:
+    with pytest.raises(FormatError):
+        parse_remaps(image(criu_files.MAGIC_REMAPS, entry))
+
+
 def test_small_images_about_files():
     two = message((1, 6), (2, 0), (3, 4), (4, 7))
     assert parse_fdinfo(SAMPLES["fdinfo"][1] + entry(two)) == (
@@ -201,8 +221,11 @@ def test_small_images_about_files():
         Descriptor(fd=7, file_id=6, kind="inet-socket"),
     )
     assert parse_fs(SAMPLES["fs"][1]) == WorkingDirectory(cwd_id=5, root_id=6)
-    linked = message((1, 8), (2, 1), (3, 0))
-    assert parse_remaps(SAMPLES["remaps"][1] + entry(linked)) == {5: "ghost", 8: "linked"}
+    linked = message((1, 8), (2, 1), (3, 0), (99, b"new"))
+    assert parse_remaps(SAMPLES["remaps"][1] + entry(linked)) == (
+        Remap(5, 6, "ghost", message((1, 5), (2, 6), (3, 1))),
+        Remap(8, 1, "linked", linked),
+    )
     assert parse_memfd(SAMPLES["memfd"][1]) == (MemfdInode(1, "m", 4096, 7),)
     master = message((1, 8), (2, 1), (8, 0x502), (12, message((1, 3))))
     console = message((1, 9), (2, 2), (8, 0x501))

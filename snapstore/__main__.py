@@ -1,0 +1,6 @@
+"""`python -m snapstore`."""
+
+from snapstore.cli.main import run
+
+if __name__ == "__main__":
+    run()
