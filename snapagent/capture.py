@@ -11,8 +11,11 @@ Invariants, and the order of steps that follows from them:
 4. CRIU is never killed in the middle of a dump, for its parasite code is in the source then: what
    ends a capture early closes the sockets, and CRIU gives up by itself.
 
-Order: preflight, writer and sockets, CRIU, images and pages until CRIU is at `post-dump`, commit,
-answer, CRIU's end.
+5. External memory is stored beside CRIU's images, all at once; nobody can map it until it is read
+   and CRIU has ended.
+
+Order: external memory frozen, preflight, writer and sockets, external memory and CRIU at once,
+images and pages until CRIU is at `post-dump`, commit, answer, CRIU's end, memory thawed.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from snapagent.linux.network_locks import (
     network_lock_names,
     remove_network_lock,
 )
+from snapagent.memory.storing import RegionStreams
 from snapagent.preflight import CaptureConditions, add_machine, check_process, require
 from snapagent.supervision import Place, Supervisor, criu_command
 from snapagent.workdir import WorkDirectory, work_directory
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from snapagent.config import AgentConfig
+    from snapagent.memory.broker import MemoryBroker
+    from snapagent.memory.lent import FrozenSession
     from snapagent.preflight import Obstacle
     from snapstore import ProgressCallback, PushResult, SnapshotWriter, Store
 
@@ -63,6 +69,8 @@ class CaptureRequest:
         labels: Kept with the snapshot.
         stop: End the tree when the snapshot is durable; else it goes on.
         freeze_fast: Store raw frames, which shortens the time that the tree stands still.
+        broker: Who has external memory of the tree, which must be released; see
+            `docs/external-memory.md`.
     """
 
     pid: int
@@ -70,6 +78,7 @@ class CaptureRequest:
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stop: bool = False
     freeze_fast: bool = False
+    broker: MemoryBroker | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +92,8 @@ class CaptureResult:
         dump_s: From there until CRIU had given all images and pages.
         commit_s: From there until the snapshot was durable and had its name.
         total_s: All of it.
-        page_bytes: Bytes of memory that came.
+        page_bytes: Bytes of memory that came from CRIU.
+        external_bytes: Bytes of external memory, which CRIU did not see.
         stopped: Whether the tree was ended.
         network_lock: Table of nftables that drops the packets of its connections until a restore
             in the same network; none if the tree goes on or had no connections, or CRIU has left
@@ -97,6 +107,7 @@ class CaptureResult:
     commit_s: float
     total_s: float
     page_bytes: int
+    external_bytes: int
     stopped: bool
     network_lock: str | None
 
@@ -115,6 +126,7 @@ class CaptureResult:
             "commit_s": self.commit_s,
             "total_s": self.total_s,
             "page_bytes": self.page_bytes,
+            "external_bytes": self.external_bytes,
             "ingest": dataclasses.asdict(pushed.ingest),
             "stored_bytes": pushed.stored_bytes,
             "warnings": list(pushed.warnings),
@@ -142,7 +154,9 @@ def capture(
     started_s = clock.monotonic_s()
     compression = snapstore.Compression.NONE if request.freeze_fast else None
     with contextlib.ExitStack() as stack:
+        # The work directory tells others that this process is being captured.
         work = stack.enter_context(work_directory(config, "capture", only_of=request.pid))
+        frozen = _freeze(request, stack)
         obstacles = find_obstacles(request.pid, config, stop=request.stop)
         require(obstacles, of=f"process {request.pid}", done="captured")
         writer = stack.enter_context(
@@ -153,7 +167,13 @@ def capture(
                 progress=progress,
             )
         )
-        dump = stack.enter_context(_Dump(writer, work, request, config))
+        dump = _Dump(writer, work, request, config)
+        external = RegionStreams(
+            writer, frozen, threads=store.options.threads_effective, on_error=dump.fail
+        )
+        stack.enter_context(dump)
+        stack.enter_context(external)
+        dump.external = external
         setup_s = clock.monotonic_s() - started_s
         dump.run()
     assert dump.pushed is not None, "CRIU ended well, so its post-dump script did"
@@ -166,6 +186,7 @@ def capture(
         commit_s=dump.commit_ended_s - dump.commit_began_s,
         total_s=ended_s - started_s,
         page_bytes=dump.pages.size_bytes,
+        external_bytes=external.size_bytes,
         stopped=request.stop,
         network_lock=dump.network_lock,
     )
@@ -187,6 +208,16 @@ def find_obstacles(pid: int, config: AgentConfig, *, stop: bool = False) -> list
     return check_process(pid, conditions)
 
 
+def _freeze(request: CaptureRequest, stack: contextlib.ExitStack) -> list[FrozenSession]:
+    """Keep external memory as it is until the stack unwinds."""
+    if request.broker is None:
+        return []
+    frozen = request.broker.freeze(request.pid)
+    for session in frozen:
+        stack.callback(session.thaw)
+    return frozen
+
+
 class _Dump:
     """One dump under way: CRIU at one end of its sockets, a snapshot writer at the other."""
 
@@ -200,6 +231,7 @@ class _Dump:
         self.pushed: PushResult | None = None
         self.frozen_s = 0.0
         self.commit_began_s = self.commit_ended_s = 0.0
+        self.external: RegionStreams | None = None
         self.network_lock: str | None = None
         """What stays of it on purpose, known at the end."""
         self._images = ImageStore(writer)
@@ -227,10 +259,10 @@ class _Dump:
             self._committer = threading.Thread(target=self._make_durable, name="snapagent-commit")
             self._receiver = threading.Thread(target=self._receive_pages, name="snapagent-pages")
             self._streamer = stack.enter_context(
-                CaptureStreamer(self._work.path, self._images, self._fail)
+                CaptureStreamer(self._work.path, self._images, self.fail)
             )
             actions = {"pre-dump": self._note_run, "post-dump": self._commit}
-            stack.enter_context(ScriptHooks(self._work.path, actions, self._fail))
+            stack.enter_context(ScriptHooks(self._work.path, actions, self.fail))
             # Before the processes are gone, whose network it is.
             self._network_fd = _open_network(self._request.pid)
             self._stack = stack.pop_all()
@@ -261,7 +293,7 @@ class _Dump:
         try:
             self._check_status(self._run_criu())
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         finally:
             self._hang_up()
@@ -285,7 +317,7 @@ class _Dump:
             self._work.path,
             task="capture",
             directories={"criu": home},
-            on_death=lambda reason: self._fail(AgentError(f"the capture was ended: {reason}")),
+            on_death=lambda reason: self.fail(AgentError(f"the capture was ended: {reason}")),
         )
         # The directory stays locked for as long as anybody may still need it.
         supervisor.hold(self._work.lock)
@@ -350,9 +382,9 @@ class _Dump:
         try:
             self._page_receiver.run()
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Keep the first error and end everything: CRIU finds its sockets closed and gives up."""
         with self._lock:
             if self._failure is not None:
@@ -381,17 +413,24 @@ class _Dump:
     def _make_durable(self) -> None:
         self.commit_began_s = self._clock.monotonic_s()
         try:
+            external = self.external
+            assert external is not None, "begun before CRIU"
             self._receiver.join()
             self._streamer.settle()
+            external.wait()
             if self._failure is not None:
                 return
             self._images.require_whole()
             described = snapstore.describe_images(self._images.kept, self._images.sizes)
             config = self._config
             requirements = add_machine(described.requirements, config.criu, config.criu_cache)
-            self.pushed = self._writer.commit(kind=described.kind, requirements=requirements)
+            self.pushed = self._writer.commit(
+                kind=described.kind,
+                requirements=requirements,
+                placements=external.placements(),
+            )
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU
-            self._fail(error)
+            self.fail(error)
         finally:
             self.commit_ended_s = self._clock.monotonic_s()
             self._decided.set()

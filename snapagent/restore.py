@@ -8,9 +8,10 @@ Invariants, and the order of steps that follows from them:
    ends it. Nothing stays: process, namespace, mount, socket, file.
 3. What can be known beforehand is said beforehand: CRIU starts only after preflight.
 4. Memory is bounded by the budget of the store and one buffer for each thread that fills.
+5. External memory is filled from the start, beside CRIU, and goes to its workload when it is whole.
 
-Order: snapshot and small images, preflight, supervisor and place, image stream and lazy-pages
-socket, CRIU, faults from its first moment, the tree runs, background fill, release.
+Order: snapshot and small images, preflight, supervisor and place, external memory, image stream and
+lazy-pages socket, CRIU, faults from its first moment, the tree runs, background fill, release.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_set import find_images
 from snapagent.criu.image_streamer import RestoreStreamer
-from snapagent.errors import CriuFailed, ProtocolError, WorkloadLost
+from snapagent.errors import CriuFailed, PreflightFailed, ProtocolError, WorkloadLost
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.stats import LazyStats, PageRun
 from snapagent.linux import processes
+from snapagent.memory.filling import RegionFill, read_places
 from snapagent.preflight import RestoreConditions, check_images, require
 from snapagent.restore_images import StreamedImages, read_facts
 from snapagent.supervision import Place, Supervisor, criu_command
@@ -37,14 +39,18 @@ from snapstore.clock import SystemClock
 from snapstore.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
     from types import TracebackType
 
     from snapagent.config import AgentConfig
     from snapagent.criu.image_set import ImageSet
+    from snapagent.memory.broker import MemoryBroker
+    from snapagent.memory.lent import Admissions
+    from snapagent.memory.placement import Rank, SessionPlace
     from snapagent.preflight import Obstacle
     from snapagent.restore_images import DumpFacts
-    from snapstore import ProgressCallback, Snapshot, Store
+    from snapstore import Progress, ProgressCallback, Snapshot, Store
 
 __all__ = ["Restoration", "RestoreRequest", "RestoreResult", "find_obstacles", "restore"]
 
@@ -70,6 +76,7 @@ class RestoreRequest:
         record_s: Fill only what is touched for so long, and keep the order of first touches as a
             hint for later restores; then fill the rest.
         force: Restore although preflight found what forbids it.
+        broker: Gets the external memory of the snapshot, if it has any.
 
     Raises:
         UsageError: The wishes contradict each other.
@@ -81,6 +88,7 @@ class RestoreRequest:
     eager: bool = False
     record_s: float | None = None
     force: bool = False
+    broker: MemoryBroker | None = None
 
     def __post_init__(self) -> None:
         if self.eager and self.record_s is not None:
@@ -106,6 +114,7 @@ class RestoreResult:
         total_s: Until everything was done.
         eager_bytes: Loaded by CRIU before the processes ran.
         shared_bytes: Of these, shared memory, which cannot be lazy.
+        external_bytes: Data of external memory, which was filled beside CRIU.
         lazy: What was filled by userfaultfd, and how.
         bottleneck: Where most of the time went.
     """
@@ -121,6 +130,7 @@ class RestoreResult:
     total_s: float
     eager_bytes: int
     shared_bytes: int
+    external_bytes: int
     lazy: LazyStats
     bottleneck: str
 
@@ -171,6 +181,8 @@ class Restoration:
         self._stack = contextlib.ExitStack()
         self._released = False
         self._started: Supervisor | None = None
+        self._external: RegionFill | None = None
+        self._admissions: Admissions | None = None
         self.root_pid = 0
 
     def __enter__(self) -> Self:
@@ -236,6 +248,7 @@ class Restoration:
         )
         # The directory stays locked for as long as anybody may still need it.
         self._started.hold(directory.lock)
+        self._begin_external(target.external)
         streamer = RestoreStreamer(work, StreamedImages(target.images, facts), self._fail)
         self._stack.callback(streamer.close)
         self._lazy = self._make_lazy(work)
@@ -256,6 +269,26 @@ class Restoration:
         self._running_s = self._elapsed_s()
         if request.record_s is None:
             self._lazy.start_fill()
+
+    def _begin_external(self, places: Sequence[tuple[Rank, SessionPlace]]) -> None:
+        """Make external memory and begin to fill it; it goes if the restore does not end well."""
+        broker = self._request.broker
+        if broker is None or not places:
+            return
+        self._admissions = broker.admit(places, self._supervisor.keeper_pid)
+        self._stack.callback(self._abort_external)
+        self._external = self._stack.enter_context(
+            RegionFill(
+                self._snapshot,
+                self._admissions,
+                threads=self._store.options.threads_effective,
+                on_error=self._fail,
+            )
+        )
+
+    def _abort_external(self) -> None:
+        if self._admissions is not None and not self._released:
+            self._admissions.abort()
 
     def _await_reaped(self) -> None:
         """Wait a moment for processes that have ended but keep ids of the snapshot.
@@ -330,6 +363,9 @@ class Restoration:
         """CRIU waits, all tasks are restored and none runs yet; on the hooks' thread."""
         if self._request.eager:
             self._lazy.wait_filled()
+            while self._external is not None and not self._external.wait_filled(_TELL_S):
+                if self._failed.is_set():
+                    return False
         return True
 
     def _fail(self, error: BaseException) -> None:
@@ -387,18 +423,33 @@ class Restoration:
             WorkloadLost: The processes were ended, since their memory could not be filled.
         """
         try:
-            while not self._lazy.wait_filled(timeout_s=_TELL_S):
+            while not self._is_filled():
                 self._check()
                 if progress is not None:
-                    stats = self._lazy.stats
-                    done = stats.fault_bytes + stats.fill_bytes + stats.zero_bytes
-                    progress(snapstore.Progress("fill", done, self._facts.lazy_bytes))
+                    progress(self._progress())
         finally:
             self._check()
         self._filled_s = self._elapsed_s()
 
+    def _is_filled(self) -> bool:
+        """Wait a moment for all memory to be in place; tells whether it is."""
+        if not self._lazy.wait_filled(timeout_s=_TELL_S):
+            return False
+        return self._external is None or self._external.wait_filled(_TELL_S)
+
+    def _progress(self) -> Progress:
+        stats = self._lazy.stats
+        done = stats.fault_bytes + stats.fill_bytes + stats.zero_bytes
+        total = self._facts.lazy_bytes
+        if self._external is not None:
+            done += self._external.done_bytes
+            total += self._external.total_bytes
+        return snapstore.Progress("fill", done, total)
+
     def release(self) -> RestoreResult:
         """Let the tree go: it lives on without the agent."""
+        if self._admissions is not None:
+            self._admissions.hand_over([process.pid for process in self._supervisor.processes()])
         self._supervisor.release()
         self._released = True
         stats = self._lazy.stats
@@ -414,6 +465,7 @@ class Restoration:
             total_s=self._elapsed_s(),
             eager_bytes=self._facts.eager_bytes,
             shared_bytes=self._facts.shared_bytes,
+            external_bytes=self._external.done_bytes if self._external is not None else 0,
             lazy=stats,
             bottleneck=_bottleneck(self._setup_s, self._running_s, self._filled_s, stats),
         )
@@ -427,6 +479,7 @@ class _Target:
     images: ImageSet
     facts: DumpFacts
     place: Place
+    external: Sequence[tuple[Rank, SessionPlace]]
 
 
 def _look_up(store: Store, request: RestoreRequest) -> _Target:
@@ -436,7 +489,13 @@ def _look_up(store: Store, request: RestoreRequest) -> _Target:
     place = request.place
     if place.network == "fresh":
         place = dataclasses.replace(place, addresses=facts.addresses)
-    return _Target(snapshot, images, facts, place)
+    external = read_places(snapshot)
+    if external and request.broker is None:
+        raise PreflightFailed(
+            f"snapshot {snapshot.id.short} has external memory, and there is no memory broker",
+            next_step="restore it with an agent that has one; see docs/external-memory.md",
+        )
+    return _Target(snapshot, images, facts, place, external)
 
 
 def _obstacles(target: _Target, config: AgentConfig) -> list[Obstacle]:

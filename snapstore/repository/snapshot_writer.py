@@ -18,7 +18,7 @@ import msgspec
 from snapstore.errors import FormatError, Interrupted, UsageError
 from snapstore.format import limits
 from snapstore.format.canonical import INT64_MAX, INT64_MIN
-from snapstore.format.rank import HOST
+from snapstore.format.rank import HOST, RankMeta, encode_meta
 from snapstore.format.tree import ID_MAX, MODE_MAX, EntryType, TreeEntry
 from snapstore.fstree import parent_path, show_path
 from snapstore.repository.arriving_file import HELD_BYTES_MIN, Allowance, FileWriter, Landing
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from snapstore.units import BytesLike
 
 __all__ = ["SnapshotWriter", "WriteRequest", "writing"]
+
+_PLACEMENT_BYTES_MAX = 4 << 20
+"""Leaves the rest of the section of a rank manifest to its streams."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +212,7 @@ class SnapshotWriter:
         kind: str = "directory",
         requirements: Mapping[str, object] | None = None,
         warnings: Sequence[str] = (),
+        placements: Mapping[RankNumber, Mapping[str, object]] | None = None,
     ) -> PushResult:
         """Store what is left and let the name point to the snapshot; durable when it returns.
 
@@ -216,6 +220,8 @@ class SnapshotWriter:
             kind: What it is, a word; see `describe_images`.
             requirements: What it tells of where it can run; plain JSON values.
             warnings: Repeated in the result.
+            placements: Where ranks were in a machine's memory; plain JSON values, see
+                `format_spec/04-manifests.md`. A rank without files can have one.
 
         Raises:
             UsageError: A file is still open or was given up, or the format cannot say this.
@@ -229,11 +235,12 @@ class SnapshotWriter:
             requirements=requirements or {},
             warnings=warnings,
         )
-        self._check_complete(what)
+        placements = placements or {}
+        self._check_complete(what, placements)
         for rank in self._ranks.values():
             rank.flush_small()
         self._feed.finish()
-        return self._session.publish(what, self._parts())
+        return self._session.publish(what, self._parts(placements))
 
     def abort(self) -> None:
         """Let every call of this writer and its files fail soon, with `Interrupted`.
@@ -301,7 +308,7 @@ class SnapshotWriter:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _parts(self) -> list[RankParts]:
+    def _parts(self, placements: Mapping[RankNumber, Mapping[str, object]]) -> list[RankParts]:
         root = TreeEntry(
             path=b"",
             type=EntryType.DIRECTORY,
@@ -310,13 +317,21 @@ class SnapshotWriter:
             gid=os.getegid(),
             mtime_ns=self._mtime_ns,
         )
+        for number in placements:
+            if number not in self._ranks:
+                self._ranks[number] = self._new_rank(number)
         files = {number: rank.entries() for number, rank in self._ranks.items()}
         trees = with_directories_by_rank(files, root)
         if HOST not in self._ranks:
             self._ranks[HOST] = self._new_rank(HOST)
-        return [RankParts(self._ranks[number].builder, tree) for number, tree in trees.items()]
+        return [
+            RankParts(self._ranks[number].builder, tree, placements.get(number, {}))
+            for number, tree in trees.items()
+        ]
 
-    def _check_complete(self, what: Publication) -> None:
+    def _check_complete(
+        self, what: Publication, placements: Mapping[RankNumber, Mapping[str, object]]
+    ) -> None:
         with self._lock:
             if self._committed:
                 raise UsageError(f"the commit of {what.name} was begun already")
@@ -329,6 +344,7 @@ class SnapshotWriter:
                     f"{show_path(self._given_up)} was not completed",
                     next_step="write the whole snapshot again",
                 )
+            self._check_placements(placements)
             try:
                 self._session.check(what)
             except FormatError as error:
@@ -338,6 +354,25 @@ class SnapshotWriter:
                     next_step="give a word, and plain JSON values of at most 4 MiB",
                 ) from error
             self._committed = True
+
+    def _check_placements(self, placements: Mapping[RankNumber, Mapping[str, object]]) -> None:
+        for number, placement in placements.items():
+            if number != HOST:
+                _check_number(number, limits.RANK_NUMBER_MAX, what="rank")
+            meta = RankMeta(rank=number, streams=(), placement=dict(placement))
+            try:
+                size = len(encode_meta(meta))
+            except FormatError as error:
+                raise UsageError(
+                    f"the placement of rank {number} cannot be stored: {error}",
+                    next_step="give plain JSON values",
+                ) from error
+            if size > _PLACEMENT_BYTES_MAX:
+                raise UsageError(
+                    f"the placement of rank {number} has {size} bytes, more than "
+                    f"{_PLACEMENT_BYTES_MAX}",
+                    next_step="say less of it",
+                )
 
 
 def _data_class(path: bytes, word: str | None) -> DataClass:

@@ -120,6 +120,7 @@ class RankParts:
 
     builder: RankBuilder
     tree: Sequence[TreeEntry]
+    placement: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 class WriteSession:
@@ -279,7 +280,7 @@ class WriteSession:
     def _write_rank(self, rank: RankParts) -> RankEntry:
         """Store a rank manifest and where its bytes are."""
         builder = rank.builder
-        built = builder.build_manifest(rank.tree, {})
+        built = builder.build_manifest(rank.tree, dict(rank.placement))
         rank_id = RankId(built.root.raw)
         layout, packs = builder.build_layout(built.root, self._frames, self.clock)
         for kind, names in (

@@ -42,6 +42,25 @@ RANK_META: dict[str, Json] = {
     "streams": [],
     "version": 1,
 }
+EXTERNAL: dict[str, Json] = {
+    "sessions": [
+        {
+            "regions": [
+                {
+                    "address": 35184372088832,
+                    "device": "host",
+                    "file": "external/0-1.mem",
+                    "huge": False,
+                    "length": 67108864,
+                    "order": 0,
+                    "region": 1,
+                }
+            ],
+            "session": "ab" * 32,
+        }
+    ],
+    "version": 1,
+}
 LAYOUT_META: dict[str, Json] = {
     "created": TIME,
     "format": "snapstore/layout",
@@ -131,6 +150,7 @@ def valid_documents() -> dict[str, list[Case]]:
         "rank-meta": [
             _good("host", RANK_META),
             _good("placement", RANK_META, rank=3, placement=open_value),
+            _good("external memory", RANK_META, placement={"external": EXTERNAL}),
             _good(
                 "streams",
                 RANK_META,

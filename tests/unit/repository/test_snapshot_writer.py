@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -390,6 +391,36 @@ class StuckBackend(MemoryBackend):
             if self.error is not None:
                 raise self.error
         super().put_new(kind, name, pieces)
+
+
+def test_placements_are_kept_by_rank(store: Store) -> None:
+    with store.begin(NAME) as writer:
+        writer.add_file(3, "memory", b"x")
+        writer.commit(placements={3: {"gpu": 1}, 7: {"gpu": 2}})
+    snapshot = store.snapshot(NAME)
+    assert snapshot.rank(7).meta.placement == {"gpu": 2}
+    assert snapshot.rank(3).meta.placement == {"gpu": 1}
+    assert snapshot.rank("host").meta.placement == {}
+
+
+@pytest.mark.parametrize(
+    ("placements", "words"),
+    [
+        ({-1: {}}, "the rank -1 cannot be"),
+        ({"host": {"speed": 0.5}}, "cannot be stored"),
+        ({"host": {"key": object()}}, "cannot be stored"),
+        ({"host": {"key": "x" * (5 << 20)}}, "more than"),
+    ],
+)
+def test_placements_that_cannot_be_are_refused(
+    store: Store, placements: dict[int | Literal["host"], dict[str, object]], words: str
+) -> None:
+    """Before anything is published, and so that the caller can still say it otherwise."""
+    with store.begin(NAME) as writer:
+        writer.add_file("host", "memory", b"x")
+        with pytest.raises(UsageError, match=words):
+            writer.commit(placements=placements)
+        writer.commit()
 
 
 def lease_of(backend: MemoryBackend) -> LeaseState:

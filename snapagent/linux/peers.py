@@ -1,0 +1,76 @@
+"""Who is at the other end of a Unix socket, and whether it still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import NamedTuple
+
+from snapagent.linux import processes
+
+__all__ = ["Peer", "Process", "is_below", "open_process", "peer_of"]
+
+_SO_PEERPIDFD = 77
+_CREDENTIALS = struct.Struct("=iII")
+_GENERATIONS_MAX = 1 << 12
+"""Longer chains of parents are no real ones."""
+
+
+class Peer(NamedTuple):
+    """Who connected; whoever asked owns the pidfd."""
+
+    pid: int
+    uid: int
+    pidfd: int
+
+
+class Process(NamedTuple):
+    """A process that another one with the same id is not taken for."""
+
+    pid: int
+    started_ticks: int
+
+
+def peer_of(connected: socket.socket) -> Peer | None:
+    """Return who made the connection; none if it has ended, or is not to be seen from here."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    if pid <= 0:
+        return None
+    try:
+        pidfd = connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        # Before Linux 6.5. The id could have been given to another process in this very moment.
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return None
+    return Peer(pid, uid, pidfd)
+
+
+def open_process(pid: int) -> tuple[Process, int] | None:
+    """Return what a process is, and a pidfd that the caller owns; none if it has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    state = processes.read_state(pid)
+    if state is None or state.ended:
+        os.close(pidfd)
+        return None
+    return Process(pid, state.started_ticks), pidfd
+
+
+def is_below(pid: int, roots: set[Process]) -> bool:
+    """Tell whether a process is one of these or hangs from one of them."""
+    for _ in range(_GENERATIONS_MAX):
+        state = processes.read_state(pid)
+        if state is None:
+            return False
+        if Process(pid, state.started_ticks) in roots:
+            return True
+        if state.parent <= 0:
+            return False
+        pid = state.parent
+    return False

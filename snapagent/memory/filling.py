@@ -1,0 +1,252 @@
+"""External memory out of a snapshot, beside CRIU: regions are filled by many threads.
+
+Each thread reads a part into a buffer that it uses again, checks it, and writes it into the file of
+the region. That costs a copy and is faster all the same than reading into a mapping of the region:
+a page that is written as a whole need not be zeroed, nor be faulted in. Large pages cannot be
+written like that and are mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from snapagent.errors import AgentError
+from snapagent.memory.buffers import BUFFER_BYTES
+from snapagent.memory.placement import from_placement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from snapagent.memory.lent import Admissions, AdmittedSession, LentRegion
+    from snapagent.memory.placement import Rank, SessionPlace
+    from snapstore import Snapshot, SnapshotFile
+
+__all__ = ["RegionFill", "read_places"]
+
+_PART_BYTES = 32 << 20
+"""Long, since frames on both sides of a cut are read apart and copied: with 8 MiB that is a third
+of the processor time."""
+assert _PART_BYTES * 3 // 2 <= BUFFER_BYTES, "as long as a range can be"
+_WRITE_BYTES = 1 << 20
+"""Written at a time, so that a failure elsewhere is noticed soon."""
+
+
+def read_places(snapshot: Snapshot) -> list[tuple[Rank, SessionPlace]]:
+    """Read what external memory a snapshot has, and of which rank.
+
+    Raises:
+        AgentError: It says what cannot be.
+        IntegrityError: It is damaged.
+    """
+    found: list[tuple[Rank, SessionPlace]] = []
+    for rank in snapshot.ranks():
+        of = f"rank {rank.number} of snapshot {snapshot.id.short}"
+        found += [(rank.number, place) for place in from_placement(rank.meta.placement, of=of)]
+    if len({place.session for _, place in found}) < len(found):
+        raise AgentError(
+            f"two ranks of snapshot {snapshot.id.short} have memory of the same process",
+            next_step="the snapshot is damaged or hostile: restore another one",
+        )
+    for _, place in found:
+        for region in place.regions:
+            entry = snapshot.entry(region.file)
+            if not entry.is_file or entry.size_bytes != region.length:
+                raise AgentError(
+                    f"{region.file} of snapshot {snapshot.id.short} is not the {region.length} "
+                    f"bytes of region {region.region}",
+                    next_step="the snapshot is damaged or hostile: restore another one",
+                )
+    return found
+
+
+@dataclass(slots=True)
+class _Open:
+    """A session that is being filled."""
+
+    session: AdmittedSession
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a region to be filled."""
+
+    order: int
+    offset: int
+    length: int
+    file: SnapshotFile
+    region: LentRegion
+    home: _Open
+
+
+class RegionFill:
+    """Fills the memory of admitted sessions. A context manager: leaving it early gives up.
+
+    Beside what the store holds, memory is that of the buffers, which all restores share.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        admissions: Admissions,
+        *,
+        threads: int,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            snapshot: Where the bytes are.
+            admissions: What to fill; each session is told when it is whole.
+            threads: How many.
+            on_error: Gets the first error, on some thread.
+        """
+        self._snapshot = snapshot
+        self._sessions = list(admissions.sessions)
+        self._buffers = admissions.buffers
+        self._threads_wanted = threads
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._over = threading.Event()
+        self._parts: list[_Part] = []
+        self._sessions_left = len(self._sessions)
+        self._workers: list[threading.Thread] = []
+        self._planner = threading.Thread(target=self._plan, name="snapagent-external")
+        self.total_bytes = sum(one.length for each in self._sessions for one in each.regions)
+        self.done_bytes = 0
+        """Of data; parts that are known to be zeros stay holes and do not count."""
+
+    def __enter__(self) -> Self:
+        """Begin; returns at once."""
+        self._planner.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._planner.join()
+        for worker in self._workers:
+            worker.join()
+        for session in self._sessions:
+            session.close_regions()
+
+    def wait_filled(self, timeout_s: float | None = None) -> bool:
+        """Wait until all sessions are whole; returns whether they are."""
+        return self._over.wait(timeout_s)
+
+    def _plan(self) -> None:
+        """Divide everything into parts; neighbours in the store are read one after the other."""
+        try:
+            parts: list[_Part] = []
+            for session in self._sessions:
+                home = _Open(session, 0)
+                for place, region in zip(session.place.regions, session.regions, strict=True):
+                    if self._stop.is_set():
+                        return
+                    more = _divide(self._snapshot.open(place.file), region, home)
+                    home.left += len(more)
+                    parts += more
+                if not home.left:
+                    self._session_filled(home)
+            parts.sort(key=lambda part: -part.order)
+            self._parts = parts
+            for number in range(min(self._threads_wanted, len(parts))):
+                worker = threading.Thread(target=self._work, name=f"snapagent-fill-{number}")
+                self._workers.append(worker)
+                worker.start()
+            self._check_over()
+        except BaseException as error:  # noqa: BLE001 - told to the thread that waits
+            self._failed(error)
+
+    def _work(self) -> None:
+        try:
+            while not self._stop.is_set():
+                with self._lock:
+                    if not self._parts:
+                        return
+                    part = self._parts.pop()
+                with self._buffers.borrow() as buffer:
+                    if not self._stop.is_set():
+                        self._fill(part, buffer)
+        except BaseException as error:  # noqa: BLE001 - told to the thread that waits
+            self._failed(error)
+
+    def _fill(self, part: _Part, buffer: memoryview) -> None:
+        if part.region.huge:
+            _fill_mapped(part)
+        else:
+            with buffer[: part.length] as view:
+                part.file.read_into(part.offset, view, streaming=True)
+                self._write(part, view)
+        with self._lock:
+            self.done_bytes += part.length
+            part.home.left -= 1
+            is_whole = not part.home.left
+        if is_whole:
+            self._session_filled(part.home)
+            self._check_over()
+
+    def _write(self, part: _Part, data: memoryview) -> None:
+        done = 0
+        while done < part.length and not self._stop.is_set():
+            with data[done : done + _WRITE_BYTES] as piece:
+                done += os.pwrite(part.region.fd, piece, part.offset + done)
+
+    def _session_filled(self, home: _Open) -> None:
+        if not self._stop.is_set():
+            home.session.filled()
+            with self._lock:
+                self._sessions_left -= 1
+
+    def _check_over(self) -> None:
+        with self._lock:
+            if not self._sessions_left:
+                self._over.set()
+
+    def _failed(self, error: BaseException) -> None:
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._stop.set()
+        self._on_error(error)
+
+
+def _divide(file: SnapshotFile, region: LentRegion, home: _Open) -> list[_Part]:
+    parts: list[_Part] = []
+    for one in file.ranges(about_bytes=_PART_BYTES):
+        if one.is_zeros:
+            continue
+        parts += [
+            _Part(
+                one.order,
+                offset,
+                min(BUFFER_BYTES, one.offset + one.length - offset),
+                file,
+                region,
+                home,
+            )
+            for offset in range(one.offset, one.offset + one.length, BUFFER_BYTES)
+        ]
+    return parts
+
+
+@contextlib.contextmanager
+def _mapped(fd: int, length: int) -> Iterator[memoryview]:
+    mapped = mmap.mmap(fd, length)
+    with memoryview(mapped) as view:
+        yield view
+    # After an error its traceback still has views of it: then it goes when that does.
+    mapped.close()
+
+
+def _fill_mapped(part: _Part) -> None:
+    with (
+        _mapped(part.region.fd, part.region.length) as view,
+        view[part.offset : part.offset + part.length] as into,
+    ):
+        part.file.read_into(part.offset, into, streaming=True)

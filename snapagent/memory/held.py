@@ -1,0 +1,209 @@
+"""The broker's side of the holder: see `holder`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from snapagent.errors import AgentError
+from snapagent.linux import peers
+from snapagent.linux.packets import FDS_MAX, BadPacketError, Channel, channel_pair
+from snapagent.memory.ledger import Refused, Region, Session, State
+from snapagent.memory.listening import listen
+from snapstore.clock import SystemClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from snapagent.linux.packets import Packet
+    from snapagent.memory.placement import Rank
+
+__all__ = ["HeldMemory", "take_over"]
+
+_ROOT: Final = Path(__file__).parents[2]
+_SEND_S_MAX: Final = 10.0
+_END_S_MAX: Final = 10.0
+_TAKE_OVER_S_MAX: Final = 5.0
+_POLL_S: Final = 0.02
+
+
+class _AnswerError(BadPacketError):
+    """The holder answered something else."""
+
+
+class HeldMemory:
+    """A holder process of this broker. Used under the broker's lock."""
+
+    def __init__(self, path: Path) -> None:
+        """Start it.
+
+        Raises:
+            AgentError: It cannot be started.
+        """
+        self._keys: dict[Session, int] = {}
+        self._next_key = 1
+        self._channel, theirs = channel_pair()
+        self._channel.set_timeout(_SEND_S_MAX)
+        module = "snapagent.memory.holder"
+        listener: socket.socket | None = None
+        try:
+            # One that has given everything away may still be about to end.
+            socket_of(path).unlink(missing_ok=True)
+            # Made here, so that it is there when this broker dies in the next moment.
+            listener = listen(socket_of(path), 0o600)
+            listener.setblocking(True)  # noqa: FBT003 - the only argument
+            fds = [theirs.fileno(), listener.fileno()]
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, a module of ours
+                [sys.executable, "-m", module, *map(str, fds), str(socket_of(path))],
+                cwd=_ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        except (OSError, AgentError) as error:
+            self._channel.close()
+            raise AgentError(f"cannot start the holder of memory: {error}") from error
+        finally:
+            theirs.close()
+            if listener is not None:
+                listener.close()
+
+    def hold(self, session: Session) -> None:
+        """Let it have all memory of a session. Returns when it is sure to have it.
+
+        Raises:
+            Refused: It is gone; the workload has to keep its memory.
+        """
+        key, self._next_key = self._next_key, self._next_key + 1
+        regions = [session.regions[number] for number in sorted(session.regions)]
+        batches = [regions[at : at + FDS_MAX] for at in range(0, len(regions), FDS_MAX)]
+        try:
+            for batch in batches or [[]]:
+                self._send(key, session, batch)
+            self._channel.send("sure", {"key": key})
+            if _next(self._channel).number("key") != key:
+                raise _AnswerError(f"it does not have {session.id[:8]}")
+        except (OSError, BadPacketError) as error:
+            raise Refused("memory", f"nobody holds released memory any more: {error}") from error
+        self._keys[session] = key
+
+    def _send(self, key: int, session: Session, batch: Sequence[Region]) -> None:
+        values: dict[str, object] = {
+            "key": key,
+            "session": session.id,
+            "rank": session.rank,
+            "uid": -1 if session.uid is None else session.uid,
+            "pids": [owner.pid for owner in session.owners],
+            "ticks": [owner.started_ticks for owner in session.owners],
+            "numbers": [region.number for region in batch],
+            "addresses": [region.address for region in batch],
+            "lengths": [region.length for region in batch],
+            "huge": [int(region.huge) for region in batch],
+        }
+        self._channel.send("keep", values, [region.fd for region in batch])
+
+    def forget(self, session: Session) -> None:
+        """Let it close what it has of a session, if it has anything."""
+        key = self._keys.pop(session, None)
+        if key is not None:
+            # If it is gone, so is what it had.
+            with contextlib.suppress(OSError):
+                self._channel.send("forget", {"key": key})
+
+    @property
+    def pid(self) -> int:
+        """Of the holder."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """Leave it alone: it goes at once if it holds nothing."""
+        self._channel.close()
+        if not self._keys:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S_MAX)
+        # It outlives this broker, for the next one; nobody waits for it here.
+        self._process.returncode = self._process.returncode or 0
+
+
+def socket_of(path: Path) -> Path:
+    """Where the holder of a broker can be asked for what it has."""
+    return path.with_name(f"{path.name}.held")
+
+
+def take_over(path: Path) -> list[Session]:
+    """Get what the holder of an earlier broker has: released sessions, without pidfds.
+
+    Raises:
+        AgentError: It does not give it.
+    """
+    clock = SystemClock()
+    deadline_s = clock.monotonic_s() + _TAKE_OVER_S_MAX
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+            end.settimeout(_SEND_S_MAX)
+            try:
+                end.connect(str(socket_of(path)))
+            except OSError:
+                return []
+            try:
+                return _receive_all(Channel(end))
+            except (OSError, BadPacketError) as error:
+                # It may not have noticed yet that its broker is gone.
+                if clock.monotonic_s() > deadline_s:
+                    raise AgentError(
+                        f"the memory that an earlier broker left cannot be had: {error}",
+                        next_step=f"end the process that listens at {socket_of(path)}; that frees "
+                        "the memory",
+                    ) from error
+        clock.sleep_s(_POLL_S)
+
+
+def _receive_all(channel: Channel) -> list[Session]:
+    found: dict[int, Session] = {}
+    try:
+        while (packet := _next(channel)).kind != "all":
+            _add(found, packet)
+        channel.send("taken", {})
+        return list(found.values())
+    except BaseException:
+        for session in found.values():
+            for region in session.regions.values():
+                os.close(region.fd)
+        raise
+
+
+def _next(channel: Channel) -> Packet:
+    packet = channel.receive()
+    if packet is None:
+        raise BadPacketError("it hung up")
+    return packet
+
+
+def _add(found: dict[int, Session], packet: Packet) -> None:
+    rank: Rank = "host" if packet.values.get("rank") == "host" else packet.number("rank")
+    uid = packet.number("uid")
+    session = found.setdefault(
+        packet.number("key"),
+        Session(
+            packet.text("session"),
+            rank,
+            None if uid < 0 else uid,
+            State.RELEASED,
+            dict.fromkeys(_owners(packet), -1),
+        ),
+    )
+    columns = [packet.numbers(key) for key in ("numbers", "addresses", "lengths", "huge")]
+    for *about, huge, fd in zip(*columns, packet.fds, strict=True):
+        number, address, length = about
+        session.regions[number] = Region(number, address, length, bool(huge), fd)
+
+
+def _owners(packet: Packet) -> Iterator[peers.Process]:
+    for pid, ticks in zip(packet.numbers("pids"), packet.numbers("ticks"), strict=True):
+        yield peers.Process(pid, ticks)

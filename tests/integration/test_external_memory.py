@@ -1,0 +1,282 @@
+"""External memory through captures and restores with CRIU: what is where, and what is left."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import snapstore
+from snapagent.capture import CaptureRequest, CaptureResult, capture
+from snapagent.errors import PreflightFailed
+from snapagent.memory.broker import MemoryBroker
+from snapagent.restore import Restoration, RestoreRequest, RestoreResult
+from snapagent.supervision import Place
+from snapstore import Compression, StoreOptions
+from snapstore.errors import BackendError, DigestMismatch
+from tests.support.agent import Agent
+from tests.support.external import SIZE_MIB, ExternalWorkload, broker_process
+from tests.support.network_locks import without_network_locks
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.criu, pytest.mark.slow]
+
+NAME = "test/external:v1"
+FRESH = Place(network="fresh", pids="fresh")
+MIB = 1 << 20
+
+
+def take(agent: Agent, broker: MemoryBroker, pid: int, name: str = NAME) -> CaptureResult:
+    options = StoreOptions(compression=Compression.NONE)
+    with snapstore.open_store(agent.url, options) as store:
+        return capture(store, CaptureRequest(pid=pid, name=name, broker=broker), agent.config)
+
+
+@contextlib.contextmanager
+def restoring(
+    agent: Agent, broker: MemoryBroker | None, name: str = NAME, *, eager: bool = False
+) -> Iterator[Restoration]:
+    request = RestoreRequest(name=name, place=FRESH, broker=broker, eager=eager)
+    with (
+        snapstore.open_store(agent.url) as store,
+        Restoration(store, request, agent.config) as restoration,
+    ):
+        yield restoration
+
+
+def bring_back(
+    agent: Agent, broker: MemoryBroker | None, name: str = NAME, *, eager: bool = False
+) -> RestoreResult:
+    with restoring(agent, broker, name, eager=eager) as restoration:
+        return restoration.run()
+
+
+def test_the_source_goes_on_and_the_copy_is_the_same(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload, tmp_path: Path
+) -> None:
+    """Goal: arrays are the same before and after, in the source and in what was restored.
+
+    Method: capture a living process; its source gets its memory back. Kill it, restore it in fresh
+    namespaces twice, the second time from a capture of the first copy, which has changed.
+    """
+    before = workload.ask("digest")
+    assert workload.ask("release") == "released"
+    result = take(agent, broker, workload.pid)
+    assert workload.ask("resume") == "resumed"
+    assert workload.ask("digest") == before
+    assert result.external_bytes >= SIZE_MIB * MIB
+    assert result.page_bytes < 40 * MIB
+    assert_stored_as_files(agent, tmp_path)
+    assert workload.ask("change") == "changed"
+    workload.end()
+    wait_until(lambda: not broker.status(), "the memory of the source is freed")
+
+    restored = bring_back(agent, broker)
+    assert restored.external_bytes >= (SIZE_MIB // 4 * 3) * MIB
+    assert workload.ask("buffer").startswith("MemoryReleased")
+    assert workload.ask("resume") == "resumed"
+    assert workload.ask("digest") == before
+    assert workload.ask("fork") == "child 0"
+    assert workload.ask("change") == "changed"
+    changed = workload.ask("digest")
+    assert workload.ask("release") == "released"
+    take(agent, broker, restored.root_pid, "test/external:v2")
+    workload.end()
+
+    bring_back(agent, broker, "test/external:v2", eager=True)
+    assert workload.ask("resume") == "resumed"
+    assert workload.ask("digest") == changed
+    workload.end()
+    wait_until(lambda: not broker.status(), "all memory is freed")
+
+
+def assert_stored_as_files(agent: Agent, folder: Path) -> None:
+    with snapstore.open_store(agent.url) as store:
+        store.pull(NAME, folder / "pulled")
+    sizes = [path.stat().st_size for path in (folder / "pulled" / "external").iterdir()]
+    assert sum(sizes) >= SIZE_MIB * MIB
+
+
+def test_touching_it_before_it_is_back_is_a_clean_death(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    """Never wrong data: the process dies of SIGSEGV, here as in a copy, and its memory is freed."""
+    workload.ask("release")
+    take(agent, broker, workload.pid)
+    assert workload.ask("touch") == ""
+    assert workload.exit_code() == -signal.SIGSEGV
+    workload.end()
+    with agent.nothing_left(workload.home):
+        bring_back(agent, broker)
+        assert broker.status()[0].state == "filled"
+        assert workload.ask("touch") == ""
+        wait_until(lambda: not workload.pids, "the copy is dead")
+        wait_until(lambda: not broker.status(), "its memory is freed")
+        (workload.home / "control").unlink()
+
+
+def test_what_is_not_released_is_not_captured(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    before = workload.ask("digest")
+    with pytest.raises(PreflightFailed, match="has external memory mapped") as caught:
+        take(agent, broker, workload.pid)
+    assert "release" in (caught.value.next_step or "")
+    assert workload.ask("digest") == before
+
+
+def test_a_restore_without_a_broker_is_refused(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    workload.ask("release")
+    take(agent, broker, workload.pid)
+    workload.end()
+    with agent.nothing_left(workload.home), pytest.raises(PreflightFailed, match="memory broker"):
+        bring_back(agent, None)
+
+
+def test_a_failed_capture_leaves_the_source_its_memory(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    """Goal: the source maps its memory again, whatever happens to a capture of it.
+
+    Method: let the store lose its place for packs, so that nothing can be stored.
+    """
+    before = workload.ask("digest")
+    workload.ask("release")
+    packs = Path(agent.url.removeprefix("file://"), "packs")
+    packs.write_bytes(b"")
+    with pytest.raises(BackendError):
+        take(agent, broker, workload.pid)
+    assert [one.state for one in broker.status()] == ["released"]
+    assert workload.ask("resume") == "resumed"
+    assert workload.ask("digest") == before
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+def test_damage_in_a_pack_ends_the_restore(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload, *, eager: bool
+) -> None:
+    """Goal: no workload gets memory that is not right, and nothing is left of the attempt.
+
+    Method: flip a bit in the middle of the largest pack, which holds external memory.
+    """
+    workload.ask("release")
+    take(agent, broker, workload.pid)
+    workload.end()
+    packs = Path(agent.url.removeprefix("file://"), "packs").rglob("*")
+    largest = max((path for path in packs if path.is_file()), key=lambda path: path.stat().st_size)
+    flip(largest, largest.stat().st_size // 2)
+    before = open_fds()
+    with agent.nothing_left(workload.home), pytest.raises(DigestMismatch):
+        bring_back(agent, broker, eager=eager)
+    assert not broker.status()
+    wait_until(lambda: open_fds() <= before, "all regions are closed")
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - only how many
+
+
+def test_a_killed_copy_frees_its_memory(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    """In every state: filled, and mapped again."""
+    workload.ask("release")
+    take(agent, broker, workload.pid)
+    for resumes in (False, True):
+        workload.end()
+        bring_back(agent, broker)
+        if resumes:
+            assert workload.ask("resume") == "resumed"
+            assert [one.state for one in broker.status()] == ["shared"]
+    workload.end()
+    wait_until(lambda: not broker.status(), "its memory is freed")
+
+
+def test_a_killed_broker_takes_nothing_that_is_mapped(agent: Agent, short_dir: Path) -> None:
+    """Goal: a workload outlives the broker, and the next one can capture it.
+
+    Method: kill a broker in a process of its own, start another one at the same path; then kill
+    one while the memory is released, and look for it in the next.
+    """
+    home = short_dir / "home"
+    home.mkdir()
+    path = short_dir / "memory.sock"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_network_locks())
+        first = stack.enter_context(broker_process(path))
+        workload = stack.enter_context(ExternalWorkload(home, path))
+        before = workload.ask("digest")
+        first.kill()
+        assert workload.ask("digest") == before
+        assert workload.ask("release").startswith("BrokerUnreachable")
+        assert workload.ask("digest") == before
+        with MemoryBroker(path) as second:
+            assert workload.ask("release") == "released"
+            take(agent, second, workload.pid)
+            assert workload.ask("resume") == "resumed"
+            assert workload.ask("digest") == before
+            workload.ask("release")
+        with broker_process(path) as third:
+            assert workload.ask("resume") == "resumed"
+            assert workload.ask("release") == "released"
+            third.kill()
+        with MemoryBroker(path) as last:
+            assert [one.state for one in last.status()] == ["released"]
+            take(agent, last, workload.pid)
+            assert workload.ask("resume") == "resumed"
+            assert workload.ask("digest") == before
+
+
+def test_an_agent_that_is_killed_in_a_capture_takes_no_memory(
+    agent: Agent, short_dir: Path
+) -> None:
+    """Goal: the source goes on with all of its memory, although the agent alone had it.
+
+    Method: kill an agent with its broker as soon as its capture has stored something; the next
+    broker gives the memory back.
+    """
+    home = short_dir / "home"
+    home.mkdir()
+    path = short_dir / "memory.sock"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_network_locks())
+        first = stack.enter_context(broker_process(path))
+        workload = stack.enter_context(ExternalWorkload(home, path))
+        before = workload.ask("digest")
+        first.kill()
+        arguments = [str(path), agent.url, str(agent.folder), str(workload.pid), NAME]
+        doomed = stack.enter_context(
+            subprocess.Popen(  # noqa: S603 - this interpreter
+                [sys.executable, "-m", "tests.support.programs.memory_agent", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        )
+        assert doomed.stdin is not None
+        assert doomed.stdout is not None
+        assert doomed.stdout.readline() == b"ready\n"
+        assert workload.ask("release") == "released"
+        doomed.stdin.write(b"go on\n")
+        doomed.stdin.flush()
+        assert doomed.stdout.readline() == b"capturing\n"
+        doomed.kill()
+        doomed.wait()
+        with MemoryBroker(path):
+            assert workload.ask("resume") == "resumed"
+            assert workload.ask("digest") == before
+    with snapstore.open_store(agent.url) as store, pytest.raises(snapstore.SnapError):
+        store.snapshot(NAME)
