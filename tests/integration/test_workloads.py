@@ -123,7 +123,7 @@ def test_tree_answers_from_other_namespaces(
     criu.dump(process_tree.pid, images, *TREE_OPTIONS)
     for _ in range(2):
         with restored_elsewhere(criu, images, process_tree.home):
-            wait_until(process_tree.answers, "it answers", seconds=RESTORE_S_MAX)
+            wait_until(process_tree.responds, "it answers", seconds=RESTORE_S_MAX)
             after = process_tree.check()
             assert [member["pid"] for member in after["members"]] == ids
             assert not set(ids) & set(process_tree.processes())

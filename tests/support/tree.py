@@ -107,6 +107,14 @@ class ProcessTree:
         except OSError:
             return False
 
+    def responds(self) -> bool:
+        """Tell whether a request is answered. While CRIU restores the listener, some are not."""
+        try:
+            self.ask("ping")
+        except (OSError, ValueError):
+            return False
+        return True
+
     def _connection(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(ANSWER_S_MAX)
