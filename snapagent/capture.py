@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Self
 
 import snapstore
 from snapagent.capture_sinks import ImageStore, PageStore
+from snapagent.control import Control
 from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_streamer import CaptureStreamer
@@ -119,18 +120,31 @@ def capture(
     request: CaptureRequest,
     config: AgentConfig,
     progress: ProgressCallback | None = None,
+    *,
+    control: Control | None = None,
 ) -> CaptureResult:
     """Store a living process tree as a snapshot. Returns when it is durable and CRIU has ended.
 
     Several captures of different trees may run at once.
 
+    Args:
+        store: Where the snapshot goes; must stay open.
+        request: What to capture.
+        config: Settings of the agent.
+        progress: Told how far it is.
+        control: Told of the states `preflight`, `dumping` and `committing`, in which the tree
+            stands still; and cancels it. A commit that is under way then may still succeed.
+
     Raises:
         PreflightFailed: CRIU could not capture this process here.
         CriuFailed: CRIU could not; the source goes on.
         BackendError: The storage failed; the source goes on.
+        Interrupted: It was cancelled; the source goes on.
     """
+    control = control or Control()
     clock = SystemClock()
     started_s = clock.monotonic_s()
+    control.enter("preflight")
     obstacles = find_obstacles(request.pid, config, stop=request.stop)
     require(obstacles, of=f"process {request.pid}", done="captured")
     compression = snapstore.Compression.NONE if request.freeze_fast else None
@@ -144,9 +158,11 @@ def capture(
                 progress=progress,
             )
         )
-        dump = stack.enter_context(_Dump(writer, work, request, config))
+        dump = stack.enter_context(_Dump(writer, work, request, config, control))
         setup_s = clock.monotonic_s() - started_s
-        dump.run()
+        control.enter("dumping")
+        with control.ends_with(dump.fail):
+            dump.run()
     assert dump.pushed is not None, "CRIU ended well, so its post-dump script did"
     ended_s = clock.monotonic_s()
     return CaptureResult(
@@ -187,6 +203,7 @@ class _Dump:
         work: WorkDirectory,
         request: CaptureRequest,
         config: AgentConfig,
+        control: Control,
     ) -> None:
         self.pushed: PushResult | None = None
         self.frozen_s = 0.0
@@ -198,6 +215,7 @@ class _Dump:
         self._work = work
         self._request = request
         self._config = config
+        self._control = control
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._decided = threading.Event()
@@ -214,10 +232,10 @@ class _Dump:
             self._committer = threading.Thread(target=self._make_durable, name="snapagent-commit")
             self._receiver = threading.Thread(target=self._receive_pages, name="snapagent-pages")
             self._streamer = stack.enter_context(
-                CaptureStreamer(self._work.path, self._images, self._fail)
+                CaptureStreamer(self._work.path, self._images, self.fail)
             )
             stack.enter_context(
-                ScriptHooks(self._work.path, {"post-dump": self._commit}, self._fail)
+                ScriptHooks(self._work.path, {"post-dump": self._commit}, self.fail)
             )
             self._stack = stack.pop_all()
         return self
@@ -240,12 +258,14 @@ class _Dump:
         try:
             status = self._run_criu()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
         finally:
             self._hang_up()
             self._receiver.join()
         if self._failure is not None:
+            if self.pushed is not None:
+                self._failure.add_note(f"the snapshot was stored, as {self._request.name}")
             raise self._failure
         if status != 0:
             failed = program.criu_failed("dump", status, self._work.path / "dump.log")
@@ -269,7 +289,7 @@ class _Dump:
             self._work.path,
             task="capture",
             directories={"criu": home},
-            on_death=lambda reason: self._fail(AgentError(f"the capture was ended: {reason}")),
+            on_death=lambda reason: self.fail(AgentError(f"the capture was ended: {reason}")),
         )
         # The directory stays locked for as long as anybody may still need it.
         supervisor.hold(self._work.lock)
@@ -301,9 +321,9 @@ class _Dump:
         try:
             self._page_receiver.run()
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Keep the first error and end everything: CRIU finds its sockets closed and gives up."""
         with self._lock:
             if self._failure is not None:
@@ -337,12 +357,14 @@ class _Dump:
             if self._failure is not None:
                 return
             self._images.require_whole()
+            self._control.enter("committing")
             described = snapstore.describe_images(self._images.kept, self._images.sizes)
             config = self._config
             requirements = add_machine(described.requirements, config.criu, config.criu_cache)
             self.pushed = self._writer.commit(kind=described.kind, requirements=requirements)
+            self._control.settle()
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU
-            self._fail(error)
+            self.fail(error)
         finally:
             self.commit_ended_s = self._clock.monotonic_s()
             self._decided.set()
