@@ -44,7 +44,14 @@ __all__ = [
 BODY_BYTES_MAX: Final = 256 << 10
 
 Pid = Annotated[int, msgspec.Meta(ge=1, le=(1 << 22))]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_PART = "[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_NAME = f"^(?=[^:@]{{1,255}}(?:[:@]|$)){_PART}(?:/{_PART})*"
+_TAG = f":(?=.{{1,128}}$){_PART}"
+# The grammar of names, so that the description has it; `parse_snapshot_ref` decides.
+NewName = Annotated[str, msgspec.Meta(pattern=f"{_NAME}(?:{_TAG})?$", max_length=384)]
+Name = Annotated[
+    str, msgspec.Meta(pattern=f"{_NAME}(?:{_TAG}|@b3:[0-9a-f]{{64}})?$", max_length=384)
+]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
 Where = Literal["here", "fresh"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -64,7 +71,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 class CaptureRequestBody(_Body, frozen=True):
     """Capture the tree below `pid`; see `snapagent capture --help`."""
 
-    name: Name
+    name: NewName
     pid: Pid
     store: Url | None = None
     labels: Annotated[

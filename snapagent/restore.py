@@ -180,6 +180,9 @@ class Restoration:
             self._end_tree()
         finally:
             self._stop_serving()
+        if isinstance(error, snapstore.SnapError):
+            # Whatever broke first when it was cancelled: that is why.
+            self._control.check()
 
     def _stop_serving(self) -> None:
         """End all threads. Those that the store keeps waiting are not waited for.

@@ -13,6 +13,7 @@ from hypothesis import settings
 pytest_plugins = [
     "tests.support.agent",
     "tests.support.criu",
+    "tests.support.daemon",
     "tests.support.lazy_pages",
     "tests.support.s3",
     "tests.support.workloads",

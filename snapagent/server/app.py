@@ -176,8 +176,20 @@ async def _body(request: web.Request, kind: type[msgspec.Struct]) -> msgspec.Str
         raise web.HTTPUnsupportedMediaType
     data = await request.read()
     try:
-        return msgspec.json.decode(data, type=kind)
+        # To JSON Schema 9.0 is an integer like 9.
+        return msgspec.convert(_with_integers(msgspec.json.decode(data)), kind)
     except msgspec.DecodeError as error:
         raise UsageError(f"the body: {error}", next_step="see /v1/openapi.json") from error
+    except RecursionError as error:
+        raise UsageError("the body is too deep", next_step="see /v1/openapi.json") from error
     except UnicodeDecodeError as error:
         raise UsageError("the body is not UTF-8", next_step="send JSON") from error
+
+
+def _with_integers(value: object) -> object:
+    """Turn floats that are whole into integers. The decoder has bounded the depth."""
+    if isinstance(value, dict):
+        return {key: _with_integers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

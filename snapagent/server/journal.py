@@ -41,7 +41,7 @@ class Journal:
             new.write_bytes(msgspec.json.encode(answer))
             new.replace(path)
         except OSError as error:
-            print(f"snapagent: cannot write {path}: {error}", file=sys.stderr)  # noqa: T201
+            _say(f"cannot write {path}: {error}")
 
     def remove(self, job_id: str) -> None:
         """Forget a job that has ended."""
@@ -66,10 +66,16 @@ class Journal:
             for path in sorted(self._directory.iterdir())[:JOBS_MAX]:
                 match = _NAME.fullmatch(path.name)
                 if match is not None:
-                    with contextlib.suppress(OSError, msgspec.DecodeError):
+                    try:
                         found.append(_interrupted(path, reasons.get(match[1])))
+                    except (OSError, msgspec.DecodeError) as error:
+                        _say(f"{path} makes no sense: {error}")
                 path.unlink(missing_ok=True)
         return found
+
+
+def _say(text: str) -> None:
+    print(f"snapagent: {text}", file=sys.stderr)  # noqa: T201
 
 
 def _interrupted(path: Path, reason: str | None) -> api.CaptureJob | api.RestoreJob:
@@ -86,5 +92,12 @@ def _interrupted(path: Path, reason: str | None) -> api.CaptureJob | api.Restore
     now = format_utc(SystemClock().now_ns())
     fields = msgspec.structs.asdict(job)
     steps = [*fields["steps"], {"state": "interrupted", "at": now}]
-    fields |= {"state": "interrupted", "steps": steps, "error": error, "progress": None}
+    kind = "capture" if isinstance(job, api.CaptureJob) else "restore"
+    fields |= {
+        "kind": kind,
+        "state": "interrupted",
+        "steps": steps,
+        "error": error,
+        "progress": None,
+    }
     return api.job_of(fields | {"version": job.version + 1})
