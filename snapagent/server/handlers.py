@@ -16,7 +16,8 @@ import snapstore
 from snapagent import api
 from snapagent.control import ENDED
 from snapagent.errors import DaemonBusy, NoSuchJob
-from snapagent.history import ENTRIES_MAX, read_history
+from snapagent.history import ENTRIES_MAX, History, read_history
+from snapagent.recorded import collect_reasons
 from snapagent.server.jobs import Job
 from snapagent.server.openapi import description
 from snapagent.server.policy import require_same_pids
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snapagent.config import Settings
+    from snapagent.history import Entry
     from snapagent.server.jobs import AnyAnswer, JobTable
     from snapagent.server.metrics import Metrics
     from snapagent.server.policy import Peer, Policy
@@ -197,9 +199,15 @@ class Handlers:
 
     async def history(self, peer: Peer, query: HistoryQuery) -> api.HistoryAnswer:
         """List what was captured and restored."""
-        path = self._settings.agent.history_file
+        config = self._settings.agent
         limit = query.limit if peer.is_root else ENTRIES_MAX
-        entries = await self._look(lambda: read_history(path, limit=limit))
+
+        def read() -> list[Entry]:
+            # Of what commands without a daemon did whose agents were killed.
+            collect_reasons(config, History(config.history_file))
+            return read_history(config.history_file, limit=limit)
+
+        entries = await self._look(read)
         store = self._settings.store
         seen = [
             one

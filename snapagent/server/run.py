@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
@@ -26,17 +26,31 @@ from snapagent.server.stores import Stores
 from snapstore import SnapError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from snapagent.config import Settings
 
-__all__ = ["run_daemon"]
+__all__ = ["Companion", "run_daemon"]
 
 _ANSWERS_S_MAX = 5.0
 """For answers that are under way when everything else has ended."""
 
 
-def run_daemon(settings: Settings, say: Callable[[str], None]) -> None:
+class Companion(Protocol):
+    """What else serves for as long as the daemon does, on threads of its own."""
+
+    def start(self) -> None:
+        """Serve from now on; called when nothing of an earlier daemon is left."""
+        ...
+
+    def close(self) -> None:
+        """Stop; called when all jobs have ended."""
+        ...
+
+
+def run_daemon(
+    settings: Settings, say: Callable[[str], None], companions: Sequence[Companion] = ()
+) -> None:
     """Serve until SIGTERM or SIGINT; returns when all that was under way has ended.
 
     A second signal ends what is under way at once.
@@ -44,6 +58,7 @@ def run_daemon(settings: Settings, say: Callable[[str], None]) -> None:
     Args:
         settings: All of them, checked.
         say: Told what people should know: what was found at the start, where it listens, its end.
+        companions: Started before the first job is taken, and closed after the last one.
 
     Raises:
         AlreadyRunning: Another daemon has the socket or the directories.
@@ -54,6 +69,7 @@ def run_daemon(settings: Settings, say: Callable[[str], None]) -> None:
         daemon_lock(config.state_directory),
         listening(settings.socket_path, settings.socket_group) as (listener, was_stale),
         contextlib.closing(Stores(settings)) as stores,
+        contextlib.ExitStack() as served,
     ):
         left = clean_up(config, say)
         for job in left.jobs:
@@ -67,6 +83,9 @@ def run_daemon(settings: Settings, say: Callable[[str], None]) -> None:
             reasons=left.reasons,
             stale_socket=was_stale,
         )
+        for companion in companions:
+            companion.start()
+            served.callback(companion.close)
         asyncio.run(_Daemon(settings, stores, say).serve(listener, found, left.jobs))
 
 

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 
 from snapagent.api import BODY_BYTES_MAX
+from snapagent.config import RUN_VARIABLE, STATE_VARIABLE
 from snapagent.server.routes import ROUTES
 from tests.support.agent import ROOT, Agent
 from tests.support.daemon import Daemon, program, running_daemon
@@ -267,7 +268,37 @@ def test_check(plain_agent: Agent) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_ends_in_order(plain_agent: Agent, number: signal.Signals) -> None:
-    with plain_agent.nothing_left(), running_daemon(plain_agent) as daemon:
+    with running_daemon(plain_agent) as daemon:
         daemon.process.send_signal(number)
         assert daemon.process.wait(60) == 0
         assert "ending" in daemon.log.read_text(encoding="utf-8")
+    assert not list(plain_agent.run_directory.iterdir())
+    assert not plain_agent.processes()
+
+
+COMPANY = """
+from snapagent.config import load_settings
+from snapagent.server.run import run_daemon
+
+class Companion:
+    def start(self): print("companion serves", flush=True)
+    def close(self): print("companion is closed", flush=True)
+
+run_daemon(load_settings(), lambda text: print(text, flush=True), [Companion()])
+"""
+
+
+def test_companions_serve_as_long_as_the_daemon(plain_agent: Agent) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # noqa: TID251 - handed on
+    environment |= {RUN_VARIABLE: str(plain_agent.run_directory)}
+    environment |= {STATE_VARIABLE: str(plain_agent.folder / "state")}
+    command = [sys.executable, "-c", COMPANY]
+    with subprocess.Popen(  # noqa: S603 - this interpreter
+        command, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "companion serves\n"
+        assert process.stdout.readline().startswith("listening at")
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read().splitlines()[-1] == "companion is closed"
+    assert process.returncode == 0
