@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Self
 
 import snapstore
 from snapagent.capture_sinks import ImageStore, PageStore
+from snapagent.control import Control
 from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_streamer import CaptureStreamer
@@ -138,10 +139,20 @@ def capture(
     request: CaptureRequest,
     config: AgentConfig,
     progress: ProgressCallback | None = None,
+    *,
+    control: Control | None = None,
 ) -> CaptureResult:
     """Store a living process tree as a snapshot. Returns when it is durable and CRIU has ended.
 
     Several captures of different trees may run at once.
+
+    Args:
+        store: Where the snapshot goes; must stay open.
+        request: What to capture.
+        config: Settings of the agent.
+        progress: Told how far it is.
+        control: Told of the states `preflight`, `dumping` and `committing`, in which the tree
+            stands still; and cancels it. A commit that is under way then may still succeed.
 
     Raises:
         PreflightFailed: CRIU could not capture this process here.
@@ -149,7 +160,9 @@ def capture(
         CaptureRunning: Another capture of it is under way.
         CriuFailed: CRIU could not; the source goes on.
         BackendError: The storage failed; the source goes on.
+        Interrupted: It was cancelled; the source goes on.
     """
+    control = control or Control()
     clock = SystemClock()
     started_s = clock.monotonic_s()
     compression = snapstore.Compression.NONE if request.freeze_fast else None
@@ -157,6 +170,7 @@ def capture(
         # The work directory tells others that this process is being captured.
         work = stack.enter_context(work_directory(config, "capture", only_of=request.pid))
         frozen = _freeze(request, stack)
+        control.enter("preflight")
         obstacles = find_obstacles(request.pid, config, stop=request.stop)
         require(obstacles, of=f"process {request.pid}", done="captured")
         writer = stack.enter_context(
@@ -167,7 +181,7 @@ def capture(
                 progress=progress,
             )
         )
-        dump = _Dump(writer, work, request, config)
+        dump = _Dump(writer, work, request, config, control)
         external = RegionStreams(
             writer, frozen, threads=store.options.threads_effective, on_error=dump.fail
         )
@@ -175,21 +189,10 @@ def capture(
         stack.enter_context(external)
         dump.external = external
         setup_s = clock.monotonic_s() - started_s
-        dump.run()
-    assert dump.pushed is not None, "CRIU ended well, so its post-dump script did"
-    ended_s = clock.monotonic_s()
-    return CaptureResult(
-        pushed=dump.pushed,
-        frozen_s=dump.frozen_s,
-        setup_s=setup_s,
-        dump_s=dump.commit_began_s - started_s - setup_s,
-        commit_s=dump.commit_ended_s - dump.commit_began_s,
-        total_s=ended_s - started_s,
-        page_bytes=dump.pages.size_bytes,
-        external_bytes=external.size_bytes,
-        stopped=request.stop,
-        network_lock=dump.network_lock,
-    )
+        control.enter("dumping")
+        with control.ends_with(dump.fail):
+            dump.run()
+    return dump.result(started_s=started_s, setup_s=setup_s, ended_s=clock.monotonic_s())
 
 
 def find_obstacles(pid: int, config: AgentConfig, *, stop: bool = False) -> list[Obstacle]:
@@ -227,6 +230,7 @@ class _Dump:
         work: WorkDirectory,
         request: CaptureRequest,
         config: AgentConfig,
+        control: Control,
     ) -> None:
         self.pushed: PushResult | None = None
         self.frozen_s = 0.0
@@ -243,6 +247,7 @@ class _Dump:
         self._config = config
         self._network_fd = -1
         self._run_id = ""
+        self._control = control
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._decided = threading.Event()
@@ -299,9 +304,28 @@ class _Dump:
             self._hang_up()
             self._receiver.join()
         if self._failure is not None:
+            if self.pushed is not None:
+                self._failure.add_note(f"the snapshot was stored, as {self._request.name}")
             raise self._failure
         stats = criu.parse_dump_stats((self._work.path / "stats-dump").read_bytes())
         self.frozen_s = stats.frozen_us / 1e6
+
+    def result(self, *, started_s: float, setup_s: float, ended_s: float) -> CaptureResult:
+        """Put together what there is to tell after a good end."""
+        assert self.pushed is not None, "CRIU ended well, so its post-dump script did"
+        assert self.external is not None, "given before the run"
+        return CaptureResult(
+            pushed=self.pushed,
+            frozen_s=self.frozen_s,
+            setup_s=setup_s,
+            dump_s=self.commit_began_s - started_s - setup_s,
+            commit_s=self.commit_ended_s - self.commit_began_s,
+            total_s=ended_s - started_s,
+            page_bytes=self.pages.size_bytes,
+            external_bytes=self.external.size_bytes,
+            stopped=self._request.stop,
+            network_lock=self.network_lock,
+        )
 
     def _run_criu(self) -> int:
         """Start everything, CRIU last, and wait for CRIU."""
@@ -421,6 +445,7 @@ class _Dump:
             if self._failure is not None:
                 return
             self._images.require_whole()
+            self._control.enter("committing")
             described = snapstore.describe_images(self._images.kept, self._images.sizes)
             config = self._config
             requirements = add_machine(described.requirements, config.criu, config.criu_cache)
@@ -429,6 +454,7 @@ class _Dump:
                 requirements=requirements,
                 placements=external.placements(),
             )
+            self._control.settle()
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU
             self.fail(error)
         finally:

@@ -11,6 +11,12 @@
          PreflightFailed (7)  this snapshot cannot be restored, or this process not captured, here
          NoSuchProcess (3)    there is no such process
          CaptureRunning (6)   somebody else captures this process
+         ConfigInvalid (2)    a setting cannot be meant
+         AlreadyRunning (6)   another daemon has the socket or the directories
+         DaemonBusy           the daemon has as many jobs as it takes
+           DaemonEnding       it is about to end
+         DaemonLost           the daemon went away in the middle of an answer
+         NoSuchJob (3)        the daemon has no such job, or none that this peer may see
 
 Every error leaves nothing behind: no process half restored, no mount, no socket, no namespace, and
 a process that was to be captured goes on.
@@ -22,8 +28,14 @@ from snapstore import SnapError
 
 __all__ = [
     "AgentError",
+    "AlreadyRunning",
     "CaptureRunning",
+    "ConfigInvalid",
     "CriuFailed",
+    "DaemonBusy",
+    "DaemonEnding",
+    "DaemonLost",
+    "NoSuchJob",
     "NoSuchProcess",
     "PreflightFailed",
     "ProtocolError",
@@ -64,3 +76,37 @@ class CaptureRunning(AgentError):
 
     exit_code = 6
     retryable = True
+
+
+class ConfigInvalid(AgentError):
+    """A setting cannot be meant. Nothing was begun."""
+
+    exit_code = 2
+
+
+class AlreadyRunning(AgentError):
+    """Another daemon has the socket or the directories; it was not touched."""
+
+    exit_code = 6
+
+
+class DaemonBusy(AgentError):
+    """The daemon does not take this job now. Nothing was begun."""
+
+    retryable = True
+
+
+class DaemonEnding(DaemonBusy):
+    """The daemon is about to end, and begins nothing more."""
+
+
+class DaemonLost(AgentError):
+    """The daemon went away: what it had under way is ended, and its next start tells of it."""
+
+    retryable = True
+
+
+class NoSuchJob(AgentError):
+    """The daemon has no such job, or none that this peer may see."""
+
+    exit_code = 3

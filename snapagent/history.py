@@ -124,9 +124,11 @@ class History:
         self._has_warned = False
         self._began: dict[str, float] = {}
 
-    def begin(self, kind: Kind, name: str, *, snapshot: str | None = None) -> str:
-        """Begin an entry; returns its id, also where it cannot be written."""
-        entry_id = secrets.token_hex(8)
+    def begin(
+        self, kind: Kind, name: str, *, snapshot: str | None = None, entry_id: str | None = None
+    ) -> str:
+        """Begin an entry; returns its id, by default a new one, also where it cannot be written."""
+        entry_id = entry_id or secrets.token_hex(8)
         self._began[entry_id] = self._clock.monotonic_s()
         pid = os.getpid()
         self._append(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from snapagent.capture import CaptureRequest, CaptureResult
     from snapagent.config import AgentConfig
+    from snapagent.control import Control
     from snapagent.history import Kind
     from snapagent.restore import RestoreRequest, RestoreResult
     from snapstore import ProgressCallback, Store
@@ -38,10 +39,12 @@ def recorded_capture(
     progress: ProgressCallback | None = None,
     *,
     warn: Callable[[str], None],
+    control: Control | None = None,
+    entry: str | None = None,
 ) -> CaptureResult:
-    """Capture and keep a record of it; see `capture`."""
-    with _recorded(config, "capture", request.name, warn) as record:
-        result = capture(store, request, config, progress)
+    """Capture and keep a record of it, under the id `entry` if that is given; see `capture`."""
+    with _recorded(config, "capture", request.name, warn, entry) as record:
+        result = capture(store, request, config, progress, control=control)
         ingest = result.pushed.ingest
         record.outcome = Outcome(
             snapshot=result.pushed.snapshot.hex,
@@ -67,11 +70,15 @@ def recorded_restore(
     progress: ProgressCallback | None = None,
     *,
     warn: Callable[[str], None],
+    control: Control | None = None,
+    entry: str | None = None,
 ) -> RestoreResult:
-    """Restore and keep a record of it; see `restore`."""
+    """Restore and keep a record of it, under the id `entry` if that is given; see `restore`."""
     with (
-        _recorded(config, "restore", request.name, warn) as record,
-        Restoration(store, request, config, reason_file=record.reason_file) as restoration,
+        _recorded(config, "restore", request.name, warn, entry) as record,
+        Restoration(
+            store, request, config, reason_file=record.reason_file, control=control
+        ) as restoration,
     ):
         result = restoration.run(progress)
         lazy = result.lazy
@@ -95,14 +102,17 @@ def recorded_restore(
         return result
 
 
-def collect_reasons(config: AgentConfig, history: History) -> None:
-    """Take into the record what supervisors wrote whose agent was killed."""
+def collect_reasons(config: AgentConfig, history: History) -> int:
+    """Take into the record what supervisors wrote whose agent was killed; return how many."""
+    count = 0
     with contextlib.suppress(OSError):
         for path in config.reasons_directory.iterdir():
             reason = _read_reason(path)
             if reason:
                 history.note(path.name, reason)
                 path.unlink()
+                count += 1
+    return count
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,11 +125,11 @@ class _Record:
 
 @contextlib.contextmanager
 def _recorded(
-    config: AgentConfig, kind: Kind, name: str, warn: Callable[[str], None]
+    config: AgentConfig, kind: Kind, name: str, warn: Callable[[str], None], entry: str | None
 ) -> Iterator[_Record]:
     history = History(config.history_file, warn=warn)
     collect_reasons(config, history)
-    entry = history.begin(kind, name)
+    entry = history.begin(kind, name, entry_id=entry)
     reason_file: Path | None = config.reasons_directory / entry
     try:
         config.reasons_directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ import threading
 from typing import TYPE_CHECKING, Self
 
 import snapstore
+from snapagent.control import Control
 from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_set import find_images
@@ -157,6 +158,7 @@ class Restoration:
         config: AgentConfig,
         *,
         reason_file: Path | None = None,
+        control: Control | None = None,
     ) -> None:
         """Prepare; nothing is begun before `start`.
 
@@ -166,7 +168,9 @@ class Restoration:
             config: Settings of the agent.
             reason_file: Gets a line of JSON that says why the tree was ended, if this process is
                 killed before it releases it.
+            control: Told of the states from `preflight` to `releasing`, and cancels it.
         """
+        self._control = control or Control()
         self._reason_file = reason_file
         self._store = store
         self._request = request
@@ -199,6 +203,9 @@ class Restoration:
             self._end_tree()
         finally:
             self._stop_serving()
+        if isinstance(error, snapstore.SnapError):
+            # Whatever broke first when it was cancelled: that is why.
+            self._control.check()
 
     def _stop_serving(self) -> None:
         """End all threads. Those that the store keeps waiting are not waited for.
@@ -224,8 +231,11 @@ class Restoration:
             PreflightFailed: This snapshot cannot be restored here.
             CriuFailed: CRIU could not.
             IntegrityError: What CRIU or a process needed is damaged.
+            Interrupted: It was cancelled.
         """
-        request, config = self._request, self._config
+        request, config, control = self._request, self._config, self._control
+        self._stack.enter_context(control.ends_with(self._fail))
+        control.enter("preflight")
         target = _look_up(self._store, request)
         self._snapshot, facts, place = target.snapshot, target.facts, target.place
         self._facts = facts
@@ -234,6 +244,7 @@ class Restoration:
         if not request.force:
             obstacles = _obstacles(target, config)
             require(obstacles, of=f"snapshot {self._snapshot.id.short}", done="restored")
+        control.enter("preparing")
         directory = self._stack.enter_context(work_directory(config, "restore"))
         work = directory.path
         argv, home = criu_command(config.criu)
@@ -265,8 +276,10 @@ class Restoration:
             tcp_close=facts.images.inventory.tcp_close,
         )
         self._setup_s = self._elapsed_s()
+        control.enter("restoring")
         self._run_criu(argv, work)
         self._running_s = self._elapsed_s()
+        control.enter("filling")
         if request.record_s is None:
             self._lazy.start_fill()
 
@@ -447,7 +460,14 @@ class Restoration:
         return snapstore.Progress("fill", done, total)
 
     def release(self) -> RestoreResult:
-        """Let the tree go: it lives on without the agent."""
+        """Let the tree go: it lives on without the agent.
+
+        Raises:
+            WorkloadLost: It was ended before.
+            Interrupted: It was cancelled before.
+        """
+        self._control.enter("releasing")
+        self._control.settle()
         if self._admissions is not None:
             self._admissions.hand_over([process.pid for process in self._supervisor.processes()])
         self._supervisor.release()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from snapagent.config import AgentConfig
 
-__all__ = ["WorkDirectory", "work_directory"]
+__all__ = ["WorkDirectory", "remove_abandoned", "work_directory"]
 
 _NAME_BYTES = 4
 _SOCKET_PATH_BYTES_MAX = 107
@@ -99,13 +99,29 @@ def _locked(parent: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _remove_abandoned(parent: Path) -> None:
-    """Remove what those left that were killed together with their supervisor."""
+def remove_abandoned(config: AgentConfig) -> tuple[list[str], list[str]]:
+    """Remove what those left that were killed together with their supervisor.
+
+    Returns:
+        The names of what was removed, and of those in which somebody still works.
+    """
+    parent = config.run_directory
+    with contextlib.suppress(OSError), _locked(parent):
+        return _remove_abandoned(parent)
+    return [], []
+
+
+def _remove_abandoned(parent: Path) -> tuple[list[str], list[str]]:
+    removed, busy = [], []
     for path in parent.iterdir():
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
+                removed.append(path.name)
+            except BlockingIOError:
+                busy.append(path.name)
             finally:
                 os.close(fd)
+    return removed, busy

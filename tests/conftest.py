@@ -19,6 +19,7 @@ from snapagent.linux.network import fresh_network
 pytest_plugins = [
     "tests.support.agent",
     "tests.support.criu",
+    "tests.support.daemon",
     "tests.support.external",
     "tests.support.lazy_pages",
     "tests.support.s3",

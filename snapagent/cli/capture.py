@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from snapagent.cli.places import NoDaemon, daemon
 from snapstore.cli.common import (
     Json,
     Memory,
@@ -19,9 +20,15 @@ from snapstore.cli.common import (
 from snapstore.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from snapagent.capture import CaptureResult
+    from snapagent.api import CaptureDone, CaptureRequestBody
+    from snapagent.config import Settings
+    from snapstore import ProgressCallback
+    from snapstore.cli.console import Console
 
 __all__ = ["capture"]
+
+_SHORT_CHARS = 12
+"""As many digits of an id as people are shown."""
 
 
 def capture(
@@ -43,53 +50,88 @@ def capture(
     memory: Memory = "1GiB",
     threads: Threads = 0,
     store: StoreUrl = None,
+    no_daemon: NoDaemon = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Store the living process tree below P and let NAME point to it.
 
     The tree stands still meanwhile and then goes on, also if the capture fails or is interrupted.
-    Nothing has the name before all of it is durable.
+    Nothing has the name before all of it is durable. The daemon does it if it runs, within its own
+    budget.
     """
     with command(json=json, quiet=quiet) as console:
-        import snapstore
-        from snapagent.capture import CaptureRequest
-        from snapagent.config import AgentConfig
-        from snapagent.recorded import recorded_capture
+        from snapagent.api import CaptureRequestBody
+        from snapagent.config import load_settings
 
-        options = snapstore.StoreOptions(memory_bytes=parse_bytes(memory), threads=threads)
-        request = CaptureRequest(
-            pid=pid,
+        settings = load_settings()
+        body = CaptureRequestBody(
             name=name,
+            pid=pid,
+            store=store or settings.store or None,
             labels=parse_labels(label or []),
             stop=stop,
             freeze_fast=freeze_fast,
         )
-        config = AgentConfig.from_environment()
-        with (
-            snapstore.open_store(store_url(store), options) as opened,
-            console.progress() as progress,
-        ):
-            result = recorded_capture(opened, request, config, progress, warn=console.warn)
-        for warning in result.pushed.warnings:
+        running = daemon(settings, unwanted=no_daemon)
+        with console.progress() as progress:
+            if running is not None:
+                done = running.run_capture(body, progress, console.warn)
+            else:
+                done = _here(body, settings, (memory, threads), console, progress)
+        for warning in done.warnings:
             console.warn(warning)
-        console.result(result.document(), _text(result))
+        console.result(_document(done), _text(done))
 
 
-def _text(result: CaptureResult) -> str:
-    ingest = result.pushed.ingest
+def _here(
+    body: CaptureRequestBody,
+    settings: Settings,
+    budget: tuple[str, int],
+    console: Console,
+    progress: ProgressCallback | None,
+) -> CaptureDone:
+    """Do it in this process."""
+    import msgspec
+
+    import snapstore
+    from snapagent.api import CaptureDone
+    from snapagent.capture import CaptureRequest
+    from snapagent.recorded import recorded_capture
+
+    options = snapstore.StoreOptions(memory_bytes=parse_bytes(budget[0]), threads=budget[1])
+    request = CaptureRequest(
+        pid=body.pid,
+        name=body.name,
+        labels=body.labels,
+        stop=body.stop,
+        freeze_fast=body.freeze_fast,
+    )
+    with snapstore.open_store(store_url(body.store), options) as opened:
+        result = recorded_capture(opened, request, settings.agent, progress, warn=console.warn)
+    return msgspec.convert(result.document(), CaptureDone)
+
+
+def _document(done: CaptureDone) -> dict[str, object]:
+    import msgspec
+
+    return msgspec.structs.asdict(done)
+
+
+def _text(done: CaptureDone) -> str:
+    ingest = done.ingest
     lock = (
         "\n  packets of its connections are dropped until it is restored in this network, or "
-        f"until `nft delete table {result.network_lock}`"
-        if result.network_lock
+        f"until `nft delete table {done.network_lock}`"
+        if done.network_lock
         else ""
     )
-    rate = format_bytes(int(ingest.logical_bytes / max(result.dump_s + result.commit_s, 1e-3)))
+    rate = format_bytes(int(ingest["logical_bytes"] / max(done.criu_dump_s + done.commit_s, 1e-3)))
     return (
-        f"{result.pushed.name} is snapshot {result.pushed.snapshot.short}; the tree "
-        f"{'was ended' if result.stopped else 'goes on'}\n"
-        f"  {format_bytes(ingest.logical_bytes)} in {result.total_s:.2f} s ({rate}/s), "
-        f"{result.frozen_s:.2f} s of them frozen: {format_bytes(ingest.zero_bytes)} zeros, "
-        f"{format_bytes(ingest.known_bytes)} known, {format_bytes(ingest.new_bytes)} new\n"
-        f"  the store grew by {format_bytes(result.pushed.stored_bytes)}{lock}"
+        f"{done.name} is snapshot {done.snapshot[:_SHORT_CHARS]}; the tree "
+        f"{'was ended' if done.stopped else 'goes on'}\n"
+        f"  {format_bytes(ingest['logical_bytes'])} in {done.total_s:.2f} s ({rate}/s), "
+        f"{done.frozen_s:.2f} s of them frozen: {format_bytes(ingest['zero_bytes'])} zeros, "
+        f"{format_bytes(ingest['known_bytes'])} known, {format_bytes(ingest['new_bytes'])} new\n"
+        f"  the store grew by {format_bytes(done.stored_bytes)}{lock}"
     )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from snapagent.cli.places import NoDaemon, daemon
 from snapstore.cli.common import Json, Quiet, command
 from snapstore.units import format_bytes
 
 if TYPE_CHECKING:
-    from snapagent.history import Entry
+    from snapagent.api import HistoryEntry
+    from snapagent.config import Settings
+    from snapstore.cli.console import Console
 
 __all__ = ["history"]
 
@@ -19,8 +21,9 @@ __all__ = ["history"]
 def history(
     *,
     count: Annotated[
-        int, typer.Option("--count", "-n", min=1, metavar="N", help="How many at most.")
+        int, typer.Option("--count", "-n", metavar="N", min=1, max=1000, help="How many at most.")
     ] = 20,
+    no_daemon: NoDaemon = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -31,16 +34,18 @@ def history(
     with command(json=json, quiet=quiet) as console:
         import msgspec
 
-        from snapagent.config import AgentConfig
-        from snapagent.history import History, read_history
-        from snapagent.recorded import collect_reasons
+        from snapagent.api import HistoryAnswer
+        from snapagent.config import load_settings
 
-        config = AgentConfig.from_environment()
-        collect_reasons(config, History(config.history_file, warn=console.note))
-        entries = read_history(config.history_file, limit=count)
+        settings = load_settings()
+        running = daemon(settings, unwanted=no_daemon)
+        if running is not None:
+            entries = running.ask("GET", f"/v1/history?limit={count}", HistoryAnswer).entries
+        else:
+            entries = _read_here(settings, count, console)
         if json:
             for entry in entries:
-                print(msgspec.json.encode(dataclasses.asdict(entry), order="sorted").decode())
+                print(msgspec.json.encode(entry, order="sorted").decode())
             return
         headings = ["started", "", "name", "result", "time>", "phases", "bytes", "faults>"]
         console.table(headings, [_row(entry) for entry in entries])
@@ -50,7 +55,21 @@ def history(
                 console.note(f"{entry.started} {entry.name}: {why}")
 
 
-def _row(entry: Entry) -> list[str]:
+def _read_here(settings: Settings, count: int, console: Console) -> list[HistoryEntry]:
+    """Read it in this process."""
+    import msgspec
+
+    from snapagent.api import HistoryEntry
+    from snapagent.history import History, read_history
+    from snapagent.recorded import collect_reasons
+
+    config = settings.agent
+    collect_reasons(config, History(config.history_file, warn=console.note))
+    found = read_history(config.history_file, limit=count)
+    return [msgspec.convert(one, HistoryEntry, from_attributes=True) for one in found]
+
+
+def _row(entry: HistoryEntry) -> list[str]:
     outcome = entry.outcome
     return [
         entry.started,

@@ -12,6 +12,7 @@ from snapagent.cli.capture import capture
 from snapagent.cli.history import history
 from snapagent.cli.preflight import preflight
 from snapagent.cli.restore import restore
+from snapagent.cli.run import run_command
 from snapagent.cli.serve_pages import serve_pages
 from snapstore import VERSION
 
@@ -28,9 +29,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Captures live processes straight into a store and restores them straight out of it.",
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged or hostile data, "
-    "5 store unreachable or access denied, 6 conflict or lease lost, 7 refused by preflight, "
-    "8 no space, 130 interrupted.",
+    "5 store unreachable or access denied, 6 conflict or lease lost, "
+    "7 refused by policy or preflight, 8 no space, 130 interrupted.",
 )
+app.command(name="run")(run_command)
 for _command in (capture, restore, serve_pages, preflight, history):
     app.command()(_command)
 

@@ -1,4 +1,4 @@
-"""Options that say where processes come to live."""
+"""Options that say where processes come to live, and who does the work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import typer
 from snapstore.errors import UsageError
 
 if TYPE_CHECKING:
-    from snapagent.supervision import Place
+    from snapagent.client import Daemon
+    from snapagent.config import Settings
 
-__all__ = ["IntoPid", "Network", "Pids", "Where", "parse_place"]
+__all__ = ["IntoPid", "Network", "NoDaemon", "Pids", "Where", "daemon", "require_place"]
 
 
 class Where(enum.Enum):
@@ -33,18 +34,27 @@ IntoPid = Annotated[
     typer.Option(metavar="P", help="Namespaces and root directory of P, such as a container's."),
 ]
 
+NoDaemon = Annotated[
+    bool,
+    typer.Option("--no-daemon", help="Do it in this process, also if `snapagent run` serves here."),
+]
 
-def parse_place(pids: Where, network: Where, into_pid: int | None) -> Place:
-    """Put the options together.
+
+def daemon(settings: Settings, *, unwanted: bool) -> Daemon | None:
+    """Return the daemon of this node, if it runs, this user may ask it, and it is wanted."""
+    from snapagent.client import find_daemon
+
+    return None if unwanted else find_daemon(settings.socket_path)
+
+
+def require_place(pids: Where, network: Where, into_pid: int | None) -> None:
+    """Check that the options go together.
 
     Raises:
         UsageError: They contradict each other.
     """
-    from snapagent.supervision import Place
-
     if into_pid is not None and Where.FRESH in {pids, network}:
         raise UsageError(
             "--into-pid says which namespaces, so none can be fresh",
             next_step="leave out --pids and --network",
         )
-    return Place(network=network.value, pids=pids.value, join_pid=into_pid)

@@ -6,11 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from snapagent.cli.places import IntoPid, Network, Pids, Where, parse_place
+from snapagent.cli.places import (
+    IntoPid,
+    Network,
+    NoDaemon,
+    Pids,
+    Where,
+    daemon,
+    require_place,
+)
 from snapstore.cli.common import Json, Quiet, StoreUrl, command, store_url
 from snapstore.errors import UsageError
 
 if TYPE_CHECKING:
+    from snapagent.api import PreflightAnswer, PreflightProcessBody, PreflightSnapshotBody
+    from snapagent.client import Daemon
+    from snapagent.config import Settings
     from snapagent.preflight import Obstacle
 
 __all__ = ["preflight"]
@@ -32,6 +43,7 @@ def preflight(
     ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="As for capture.")] = False,
     store: StoreUrl = None,
+    no_daemon: NoDaemon = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -40,41 +52,85 @@ def preflight(
     Nothing is changed. Exits with 7 if one of them forbids it.
     """
     with command(json=json, quiet=quiet) as console:
-        from snapagent.config import AgentConfig
-        from snapagent.preflight import obstacles_json
+        import msgspec
+
+        from snapagent.api import PreflightProcessBody, PreflightSnapshotBody
+        from snapagent.config import load_settings
 
         if (name is None) == (pid is None):
             raise UsageError(
                 "preflight looks at a process or at a snapshot",
                 next_step="give either --pid P or NAME",
             )
-        config = AgentConfig.from_environment()
+        settings = load_settings()
+        require_place(pids, network, into_pid)
+        running = daemon(settings, unwanted=no_daemon)
         if pid is not None:
-            from snapagent.capture import find_obstacles as of_process
-
-            obstacles = of_process(pid, config, stop=stop)
+            found = _of_process(PreflightProcessBody(pid=pid, stop=stop), settings, running)
         else:
-            import snapstore
-            from snapagent.restore import RestoreRequest
-            from snapagent.restore import find_obstacles as of_snapshot
-
             assert name is not None, "one of both"
-            place = parse_place(pids, network, into_pid)
-            request = RestoreRequest(name=name, images=images, place=place)
-            with snapstore.open_store(store_url(store), readonly=True) as opened:
-                obstacles = of_snapshot(opened, request, config)
-        blocking = any(one.blocking for one in obstacles)
-        document = {"possible": not blocking, "obstacles": obstacles_json(obstacles)}
-        console.result(document, _text(obstacles))
-        if blocking:
+            body = PreflightSnapshotBody(
+                name=name,
+                store=store or settings.store or None,
+                images=images,
+                pids=pids.value,
+                network=network.value,
+                into_pid=into_pid,
+            )
+            found = _of_snapshot(body, settings, running)
+        console.result(msgspec.to_builtins(found), _text(found))
+        if not found.possible:
             raise typer.Exit(7)
 
 
-def _text(obstacles: list[Obstacle]) -> str:
-    if not obstacles:
+def _of_process(
+    body: PreflightProcessBody, settings: Settings, running: Daemon | None
+) -> PreflightAnswer:
+    from snapagent.api import PreflightAnswer
+
+    if running is not None:
+        return running.ask("POST", "/v1/preflight/capture", PreflightAnswer, body)
+    from snapagent.capture import find_obstacles
+
+    return _answer(find_obstacles(body.pid, settings.agent, stop=body.stop))
+
+
+def _of_snapshot(
+    body: PreflightSnapshotBody, settings: Settings, running: Daemon | None
+) -> PreflightAnswer:
+    from snapagent.api import PreflightAnswer
+
+    if running is not None:
+        return running.ask("POST", "/v1/preflight/restore", PreflightAnswer, body)
+    import snapstore
+    from snapagent.restore import RestoreRequest, find_obstacles
+    from snapagent.supervision import Place
+
+    place = Place(network=body.network, pids=body.pids, join_pid=body.into_pid)
+    request = RestoreRequest(name=body.name, images=body.images, place=place)
+    with snapstore.open_store(store_url(body.store), readonly=True) as opened:
+        return _answer(find_obstacles(opened, request, settings.agent))
+
+
+def _answer(obstacles: list[Obstacle]) -> PreflightAnswer:
+    from snapagent.api import ObstacleBody, PreflightAnswer
+
+    return PreflightAnswer(
+        possible=not any(one.blocking for one in obstacles),
+        obstacles=[
+            ObstacleBody(
+                code=one.code, subject=one.subject, remedy=one.remedy, blocking=one.blocking
+            )
+            for one in obstacles
+        ],
+    )
+
+
+def _text(found: PreflightAnswer) -> str:
+    if not found.obstacles:
         return "nothing stands in the way"
     lines = []
-    for one in obstacles:
+    for one in found.obstacles:
         word = "forbids it" if one.blocking else "mind"
         lines += [f"{one.code} ({word}): {one.subject}", f"  {one.remedy}"]
     return "\n".join(lines)

@@ -9,14 +9,16 @@ import signal
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from snapstore.cli.console import Console
 from snapstore.errors import Interrupted, OutOfSpace, SnapError, UsageError
-from snapstore.format.rank import HOST, RankNumber
 from snapstore.options import STORE_URL_VARIABLE, store_url_default
+
+if TYPE_CHECKING:
+    from snapstore.format.rank import RankNumber
 
 __all__ = [
     "Json",
@@ -97,6 +99,9 @@ def parse_ranks(texts: list[str]) -> list[RankNumber]:
     Raises:
         UsageError: One is neither.
     """
+    # It loads numpy, which most commands of the agent do without.
+    from snapstore.format.rank import HOST
+
     ranks: list[RankNumber] = []
     for text in texts:
         if text == HOST:

@@ -1,0 +1,212 @@
+"""Asking the daemon over its socket, from a command that should start at once.
+
+HTTP/1.0: an answer ends with its connection, which makes streams of lines as easy as documents, and
+spares the loading of a client that knows all of HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+
+import snapstore
+from snapagent import api
+from snapagent.errors import DaemonLost, ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from pathlib import Path
+
+    from snapstore import ProgressCallback
+
+__all__ = ["Daemon", "find_daemon"]
+
+CONNECT_S_MAX: Final = 5.0
+ANSWER_S_MAX: Final = 600.0
+"""For an answer to come; streams send a line more often than that."""
+HEAD_BYTES_MAX: Final = 64 << 10
+ANSWER_BYTES_MAX: Final = 64 << 20
+_RECEIVE_BYTES = 256 << 10
+_STATUS_ERROR_MIN = 400
+
+A = TypeVar("A")
+J = TypeVar("J", api.CaptureJob, api.RestoreJob)
+
+
+def find_daemon(path: Path) -> Daemon | None:
+    """Return the daemon that listens there; none if nobody does, or this user may not ask."""
+    with contextlib.suppress(OSError):
+        _connect(path).close()
+        return Daemon(path)
+    return None
+
+
+class Daemon:
+    """A daemon to ask. Stateless: each request is a connection of its own; thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def ask(
+        self, method: str, target: str, answer: type[A], body: msgspec.Struct | None = None
+    ) -> A:
+        """Ask once.
+
+        Raises:
+            SnapError: The daemon's own error, with its code and exit code.
+            DaemonLost: It went away before it had answered.
+            ProtocolError: Its answer makes no sense.
+        """
+        with contextlib.closing(self._lines(method, target, body)) as lines:
+            return _decoded(b"".join(lines), answer)
+
+    def run_capture(
+        self,
+        body: api.CaptureRequestBody,
+        progress: ProgressCallback | None = None,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> api.CaptureDone:
+        """Capture, as `recorded_capture` does; an exception here, such as Ctrl-C, cancels it."""
+        done = self._follow("/v1/captures", api.CaptureJob, body, progress, warn).result
+        assert done is not None, "what is done has a result"
+        return done
+
+    def run_restore(
+        self,
+        body: api.RestoreRequestBody,
+        progress: ProgressCallback | None = None,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> api.RestoreDone:
+        """Restore, as `recorded_restore` does; an exception here, such as Ctrl-C, cancels it."""
+        done = self._follow("/v1/restores", api.RestoreJob, body, progress, warn).result
+        assert done is not None, "what is done has a result"
+        return done
+
+    def _follow(
+        self,
+        target: str,
+        kind: type[J],
+        body: msgspec.Struct,
+        progress: ProgressCallback | None,
+        warn: Callable[[str], None],
+    ) -> J:
+        job = self.ask("POST", target, kind, body)
+        mine = f"{target}/{job.id}"
+        try:
+            job = self._watch(mine, job, progress, warn)
+        except BaseException:
+            # Ended for good before anybody is told: who asks next finds nothing half done.
+            with contextlib.suppress(DaemonLost, ProtocolError):
+                self.ask("DELETE", mine, kind)
+                self._watch(mine, job, None, lambda _: None)
+            raise
+        if job.error is not None:
+            raise api.to_error(job.error)
+        return job
+
+    def _watch(
+        self,
+        target: str,
+        job: J,
+        progress: ProgressCallback | None,
+        warn: Callable[[str], None],
+    ) -> J:
+        """Take in a job's events up to its end."""
+        kind = type(job)
+        warned = 0
+        with contextlib.closing(self._lines("GET", f"{target}/events", None)) as lines:
+            for line in lines:
+                job = _decoded(line, kind)
+                for text in job.warnings[warned:]:
+                    warn(text)
+                warned = len(job.warnings)
+                if progress is not None and job.progress is not None:
+                    now = job.progress
+                    progress(snapstore.Progress(now.phase, now.done_bytes, now.total_bytes))
+        if job.result is None and job.error is None:
+            raise DaemonLost(
+                f"the agent at {self._path} ended in the middle of it",
+                next_step="start it again: it removes what is left, and `snapagent history` tells",
+            )
+        return job
+
+    def _lines(self, method: str, target: str, body: msgspec.Struct | None) -> Generator[bytes]:
+        """Send a request and give the lines of the answer as they come.
+
+        Raises:
+            SnapError: The daemon's own error.
+        """
+        data = b"" if body is None else msgspec.json.encode(body)
+        head = f"{method} {target} HTTP/1.0\r\nHost: agent\r\nContent-Length: {len(data)}\r\n"
+        if body is not None:
+            head += "Content-Type: application/json\r\n"
+        try:
+            with _connect(self._path) as connection:
+                connection.settimeout(ANSWER_S_MAX)
+                connection.sendall(head.encode() + b"\r\n" + data)
+                yield from self._receive(connection)
+        except OSError as error:
+            raise DaemonLost(
+                f"the agent at {self._path} does not answer: {error}",
+                next_step="look at it, or add --no-daemon",
+            ) from error
+
+    def _receive(self, connection: socket.socket) -> Generator[bytes]:
+        buffer, total = b"", 0
+        status = 0
+        while data := connection.recv(_RECEIVE_BYTES):
+            buffer += data
+            total += len(data)
+            if status == 0:
+                head, found, buffer = _divided(buffer)
+                if not found:
+                    continue
+                status = _status(head)
+            if status >= _STATUS_ERROR_MIN or total > ANSWER_BYTES_MAX:
+                continue
+            *lines, buffer = buffer.split(b"\n")
+            yield from lines
+        if status == 0:
+            raise DaemonLost(f"the agent at {self._path} hung up", next_step="look at its log")
+        if status >= _STATUS_ERROR_MIN:
+            raise api.to_error(_decoded(buffer, api.ErrorAnswer).error)
+        if buffer:
+            yield buffer
+
+
+def _divided(buffer: bytes) -> tuple[bytes, bool, bytes]:
+    head, end, rest = buffer.partition(b"\r\n\r\n")
+    if end:
+        return head, True, rest
+    if len(buffer) > HEAD_BYTES_MAX:
+        raise ProtocolError("the agent's answer has no end of its head")
+    return b"", False, buffer
+
+
+def _status(head: bytes) -> int:
+    words = head.split(b" ", 2)
+    number = words[1][:3] if len(words) > 1 else b""
+    if not head.startswith(b"HTTP/") or not number.isdigit():
+        raise ProtocolError("what listens at the agent's socket does not speak HTTP")
+    return int(number)
+
+
+def _decoded(data: bytes, kind: type[A]) -> A:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the agent's answer makes no sense: {error}") from error
+
+
+def _connect(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(CONNECT_S_MAX)
+    try:
+        connection.connect(str(path))
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -1,0 +1,1 @@
+"""The daemon: HTTP over a Unix socket. The only place with asyncio."""

@@ -1,0 +1,361 @@
+"""Jobs: captures and restores as state machines, how many at once, and what is kept of them.
+
+A job's state is changed by the thread that does its work, under the job's lock, along
+`CAPTURE_STATES` or `RESTORE_STATES`. Everything else happens on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import secrets
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from snapagent import api
+from snapagent.control import CAPTURE_STATES, ENDED, RESTORE_STATES, Control
+from snapagent.errors import AgentError, DaemonBusy, DaemonEnding, NoSuchJob
+from snapstore import SnapError
+from snapstore.clock import SystemClock, format_utc
+from snapstore.errors import Interrupted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from snapagent.config import Settings
+    from snapagent.control import State
+    from snapagent.server.journal import Journal
+    from snapstore import Progress
+
+__all__ = ["AnyAnswer", "Job", "JobTable"]
+
+WARNINGS_MAX: Final = 64
+
+AnyAnswer = api.CaptureJob | api.RestoreJob
+R = TypeVar("R", api.CaptureDone, api.RestoreDone)
+
+
+class Job(Generic[R]):
+    """One capture or restore of this daemon. Methods may be called from any thread."""
+
+    def __init__(self, kind: type[R], *, name: str, store: str, uid: int) -> None:
+        self.id = secrets.token_hex(8)
+        self.is_capture = kind is api.CaptureDone
+        self.name = name
+        self.store = store
+        self.uid = uid
+        self.control = Control(self.enter)
+        self.on_state: Callable[[State], None] = lambda _: None
+        """Called before a state is entered, by the work; may refuse it."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after every change, on the thread that made it."""
+        self._allowed = CAPTURE_STATES if self.is_capture else RESTORE_STATES
+        self._clock = SystemClock()
+        self._lock = threading.Lock()
+        self._steps: list[tuple[State, str]] = [("queued", self._now())]
+        self._version = 1
+        self._progress: api.ProgressBody | None = None
+        self._result: R | None = None
+        self._error: api.ErrorBody | None = None
+        self._warnings: list[str] = []
+
+    def _now(self) -> str:
+        return format_utc(self._clock.now_ns())
+
+    @property
+    def kind(self) -> str:
+        """Which of both it is."""
+        return "capture" if self.is_capture else "restore"
+
+    @property
+    def state(self) -> State:
+        """Where it is."""
+        with self._lock:
+            return self._steps[-1][0]
+
+    def enter(self, state: State) -> None:
+        """Go into a state. Into the one in which it is: nothing."""
+        if state == self.state:
+            return
+        self.on_state(state)
+        self._change(state)
+
+    def _change(self, state: State) -> None:
+        with self._lock:
+            now = self._steps[-1][0]
+            assert state in self._allowed[now], f"a {self.kind} does not go from {now} to {state}"
+            self._steps.append((state, self._now()))
+            self._version += 1
+        self.on_change()
+
+    def succeed(self, result: R) -> None:
+        """End well."""
+        self._result = result
+        self._change("done")
+
+    def fail(self, error: SnapError) -> None:
+        """End with an error: `cancelled` if that is why."""
+        self._error = api.error_body(error)
+        self._change("cancelled" if self.control.cancelled else "failed")
+
+    def tell(self, progress: Progress) -> None:
+        """Say how far it is."""
+        self._progress = api.ProgressBody(
+            phase=progress.phase,
+            done_bytes=progress.done_bytes,
+            total_bytes=progress.total_bytes,
+        )
+        self.on_change()
+
+    def warn(self, text: str) -> None:
+        """Keep a word for whoever asked for it."""
+        with self._lock:
+            if len(self._warnings) < WARNINGS_MAX:
+                self._warnings.append(text)
+            self._version += 1
+        self.on_change()
+
+    def answer(self) -> AnyAnswer:
+        """Say all of it as it is now."""
+        with self._lock:
+            steps = [{"state": state, "at": at} for state, at in self._steps]
+            fields: dict[str, object] = {
+                "id": self.id,
+                "version": self._version,
+                "name": self.name,
+                "store": self.store,
+                "uid": self.uid,
+                "cancelling": self.control.cancelled,
+                "progress": self._progress,
+                "error": self._error,
+                "warnings": list(self._warnings),
+                "kind": self.kind,
+                "state": self._steps[-1][0],
+                "steps": steps,
+                "result": self._result,
+            }
+        return api.job_of(fields)
+
+
+_AnyJob = Job[api.CaptureDone] | Job[api.RestoreDone]
+
+
+class _Entry:
+    """A job in the table: alive with its work, or ended with what is left to say."""
+
+    def __init__(self, answer: AnyAnswer, job: _AnyJob | None) -> None:
+        self.last = answer
+        self.job = job
+        self.waiting: set[asyncio.Event] = set()
+
+    @property
+    def answer(self) -> AnyAnswer:
+        return self.last if self.job is None else self.job.answer()
+
+    def wake(self) -> None:
+        for event in self.waiting:
+            event.set()
+
+
+class JobTable:
+    """All jobs. Only for the loop's thread, but for what jobs themselves call."""
+
+    def __init__(
+        self, settings: Settings, journal: Journal, on_end: Callable[[AnyAnswer], None]
+    ) -> None:
+        """Make an empty one, of this loop.
+
+        Args:
+            settings: How many at once, waiting and kept.
+            journal: Where what is under way is written down.
+            on_end: Told of each job that ended.
+        """
+        self._settings = settings
+        self._journal = journal
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._entries: dict[str, _Entry] = {}
+        self._queue: collections.deque[tuple[_AnyJob, Callable[[], None]]] = collections.deque()
+        self._running = 0
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # -- beginning --------------------------------------------------------------------------------
+
+    def add_ended(self, answers: Iterable[AnyAnswer]) -> None:
+        """Keep what an earlier daemon left."""
+        for answer in answers:
+            self._entries[answer.id] = _Entry(answer, None)
+
+    def submit(self, job: Job[R], work: Callable[[], R]) -> AnyAnswer:
+        """Begin a job now or when there is room.
+
+        Raises:
+            DaemonBusy: As many wait as may, or the daemon is about to end (`DaemonEnding`).
+        """
+        if self._stopping:
+            raise DaemonEnding("the agent is about to end", next_step="ask again when it runs")
+        if self._running >= self._settings.jobs_at_once + self._settings.jobs_queued:
+            raise DaemonBusy(
+                f"{self._running} captures and restores are under way or wait already",
+                next_step="wait, cancel some, or raise jobs_at_once or jobs_queued",
+            )
+        entry = _Entry(job.answer(), job)
+        self._entries[job.id] = entry
+        job.on_change = _Poke(self._loop, entry, self._journal)
+        self._journal.write(job.answer())
+        self._running += 1
+        self._idle.clear()
+        self._queue.append((job, functools.partial(self._work, job, work)))
+        self._start_next()
+        return job.answer()
+
+    def _start_next(self) -> None:
+        at_work = self._running - len(self._queue)
+        while self._queue and at_work < self._settings.jobs_at_once:
+            job, run = self._queue.popleft()
+            # A daemon thread: a store that does not answer must not keep the program from its end.
+            threading.Thread(target=run, name=f"snapagent-{job.kind}", daemon=True).start()
+            at_work += 1
+
+    def _work(self, job: Job[R], work: Callable[[], R]) -> None:
+        """Do a job's work, on its thread."""
+        try:
+            job.control.enter("preflight")
+            job.succeed(work())
+        except SnapError as error:
+            job.fail(error)
+        except BaseException:  # noqa: BLE001 - a bug of ours; others' jobs must not end with it
+            traceback.print_exc(file=sys.stderr)
+            job.fail(AgentError("the agent has failed: its log tells more", next_step="report it"))
+        finally:
+            self._loop.call_soon_threadsafe(self._ended, job.id)
+
+    def _ended(self, job_id: str) -> None:
+        entry = self._entries[job_id]
+        assert entry.job is not None, "ended once"
+        entry.last, entry.job = entry.job.answer(), None
+        self._on_end(entry.last)
+        self._running -= 1
+        if self._running == 0:
+            self._idle.set()
+        entry.wake()
+        self._forget()
+        self._start_next()
+
+    def _forget(self) -> None:
+        ended = [name for name, entry in self._entries.items() if entry.job is None]
+        for name in ended[: -self._settings.jobs_kept]:
+            del self._entries[name]
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def all(self) -> list[AnyAnswer]:
+        """Return all jobs, the newest first."""
+        return [entry.answer for entry in reversed(self._entries.values())]
+
+    def get(self, job_id: str) -> AnyAnswer:
+        """Return one.
+
+        Raises:
+            NoSuchJob: There is none with this id.
+        """
+        return self._entry(job_id).answer
+
+    def _entry(self, job_id: str) -> _Entry:
+        entry = self._entries.get(job_id)
+        if entry is None:
+            raise NoSuchJob(f"there is no job {job_id}", next_step="see `snapagent history`")
+        return entry
+
+    async def wait(self, job_id: str, *, seen: int, timeout_s: float) -> AnyAnswer:
+        """Return a job once its version is another than `seen`, or it has ended, or time is up."""
+        entry = self._entry(job_id)
+        deadline_s = self._loop.time() + timeout_s
+        while (answer := entry.answer).version == seen and answer.state not in ENDED:
+            left_s = deadline_s - self._loop.time()
+            if left_s <= 0 or not await self.await_change(job_id, left_s):
+                break
+        return entry.answer
+
+    async def await_change(self, job_id: str, timeout_s: float) -> bool:
+        """Wait until anything about a job changes, its progress too; false when time is up."""
+        entry = self._entry(job_id)
+        event = asyncio.Event()
+        entry.waiting.add(event)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            return False
+        finally:
+            entry.waiting.discard(event)
+        return True
+
+    # -- ending -----------------------------------------------------------------------------------
+
+    def cancel(self, job_id: str, reason: str = "cancelled") -> AnyAnswer:
+        """End a job soon, unless it has ended or is too late for that; returns it as it is now."""
+        entry = self._entry(job_id)
+        job = entry.job
+        if job is None or not job.control.cancel(reason):
+            return entry.answer
+        for waiting in self._queue:
+            if waiting[0] is job:
+                self._queue.remove(waiting)
+                job.fail(Interrupted(reason))
+                self._ended(job_id)
+                break
+        else:
+            entry.wake()
+        return entry.answer
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more jobs; end those that wait, and others after a time; return when all have.
+
+        Whoever is cancelled while this waits only makes it end sooner: call it again with 0.
+        """
+        self._stopping = True
+        for job, _ in list(self._queue):
+            self.cancel(job.id, "the agent was stopped")
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for job_id, entry in list(self._entries.items()):
+                if entry.job is not None:
+                    self.cancel(job_id, "the agent was stopped")
+        await self._idle.wait()
+
+
+class _Poke:
+    """Tells the loop of changes of a job, from other threads, and the journal of its states.
+
+    Of many changes in a moment the loop hears once.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, entry: _Entry, journal: Journal) -> None:
+        self._loop = loop
+        self._entry = entry
+        self._journal = journal
+        self._pending = threading.Event()
+        self._written = 1
+
+    def __call__(self) -> None:
+        answer = self._entry.answer
+        if answer.state in ENDED:
+            self._journal.remove(answer.id)
+        elif answer.version != self._written:
+            self._written = answer.version
+            self._journal.write(answer)
+        if not self._pending.is_set():
+            self._pending.set()
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._pending.clear()
+        self._entry.wake()

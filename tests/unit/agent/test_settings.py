@@ -1,0 +1,95 @@
+"""The configuration: what is read from where, and how what is wrong is told."""
+
+from pathlib import Path
+
+import pytest
+
+from snapagent import config
+from snapagent.config import Rule, Settings, load_settings, settings_table
+from snapagent.errors import ConfigInvalid
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "agent.md"
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing of the environment count but what a test sets."""
+    for _, variable, _, _ in settings_table():
+        if variable:
+            monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv(config.CONFIG_VARIABLE, raising=False)
+    monkeypatch.setattr(config, "CONFIG_PATH", Path("/nonexistent/snapagent.toml"))
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "agent.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_document_has_every_key() -> None:
+    """Goal: the table in the documentation is what the code says."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    table = text.partition("<!-- settings -->\n")[2].partition("<!-- end of settings -->")[0]
+    rows = ["| key | variable | default | |", "|---|---|---|---|"]
+    for key, variable, default, meaning in settings_table():
+        shown = [f"`{cell}`" if cell else "" for cell in (key, variable, default)]
+        rows.append(f"| {' | '.join(shown)} | {meaning} |")
+    assert table.splitlines() == rows, "\n".join(rows)
+
+
+def test_defaults() -> None:
+    settings = load_settings()
+    assert settings == Settings()
+    assert settings.socket_path == Path("/run/snapagent/agent.sock")
+    assert settings.agent.state_directory == Path("/var/lib/snapagent")
+
+
+def test_environment_before_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, 'threads = 3\njobs_at_once = 2\nstore = "file:///a"\n')
+    monkeypatch.setenv("SNAPAGENT_THREADS", "5")
+    monkeypatch.setenv("SNAPSTORE_URL", "file:///b")
+    monkeypatch.setenv(config.CONFIG_VARIABLE, str(path))
+    settings = load_settings()
+    assert (settings.threads, settings.jobs_at_once, settings.store) == (5, 2, "file:///b")
+
+
+def test_rules(tmp_path: Path) -> None:
+    path = written(tmp_path, '[[rules]]\nuid = 7\nmay = ["read"]\nnames = ["a/*"]\n')
+    assert load_settings(path).rules == (Rule(uid=7, may=("read",), names=("a/*",)),)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "step"),
+    [
+        ("threads = 'two'", "threads: Expected `int`", "threads means"),
+        ("jobs_at_once = 0", "jobs_at_once: Expected `int` >= 1", "at once"),
+        ("thread = 2", "thread: there is no such key", "threads"),
+        ("memory = 'much'", "memory: not a size", "memory means"),
+        ("run_directory = 'run'", "run_directory: Expected `str` matching", "means"),
+        (f"socket = '/{'x' * 200}'", "socket: too long", "socket means"),
+        ("[[rules]]\nmay=['read']\nnames=['a']", "rules[0]: neither uid nor gid", "rules means"),
+        ("[[rules]]\nuid=1\nmay=['fly']\nnames=['a']", "rules[0].may[0]", "rules means"),
+        ("[[rules]]\nuid=1\nmay=['read']\nname=['a']", "no such key", "names"),
+        ("threads = ", "is no TOML", "key = value"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str, step: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigInvalid) as caught:
+        load_settings(path)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert step in caught.value.next_step
+    assert caught.value.exit_code == 2
+
+
+def test_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPAGENT_JOBS_KEPT", "many")
+    with pytest.raises(ConfigInvalid, match=r"\$SNAPAGENT_JOBS_KEPT: jobs_kept"):
+        load_settings()
+
+
+def test_missing_file_is_an_error_only_if_it_was_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigInvalid, match="there is no"):
+        load_settings(tmp_path / "none.toml")
