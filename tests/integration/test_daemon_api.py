@@ -80,7 +80,7 @@ def test_describes_itself(daemon: Daemon) -> None:
         ("GET", "/v1/history?limit=1&limit=2", None, 400, "twice"),
         ("GET", "/v1/history?unknown=1", None, 400, "unknown field"),
         ("POST", "/v1/preflight/restore", b'{"name": "none"}', 404, "none"),
-        ("POST", "/v1/preflight/capture", b'{"pid": 4194304}', 422, "no process"),
+        ("POST", "/v1/preflight/capture", b'{"pid": 4194304}', 404, "no process"),
     ],
 )
 def test_what_is_wrong_is_named(

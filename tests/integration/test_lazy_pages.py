@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from snapagent.criu.laziness import with_lazy_marks
+from snapagent.criu.pagemaps import build_pagemap
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.memory import TaskMemory
 from snapstore.source.criu_images import parse_pstree
@@ -86,6 +88,8 @@ class Tree:
         for process in parse_pstree((self.images / "pstree.img").read_bytes()):
             pagemap = parse_pagemap((self.images / f"pagemap-{process.pid}.img").read_bytes())
             mappings = parse_mm((self.images / f"mm-{process.pid}.img").read_bytes()).vmas
+            # CRIU's own marks are missing where a stack pointer is at the start of a page.
+            pagemap = with_lazy_marks(pagemap, mappings)
             name = f"pages-{pagemap.pages_id}.img"
             image = DumpedImage(self.images / name)
             image.before_read = self.before_read
@@ -124,8 +128,13 @@ class Tree:
         for path in self.images.iterdir():
             if not path.name.startswith("pages-"):
                 (eager / path.name).symlink_to(path)
-        for memory in self.memories().values():
-            keep_eager(self.images / memory.image, eager / memory.image, memory.pagemap)
+        for pid, memory in self.memories().items():
+            pagemap = memory.pagemap
+            keep_eager(self.images / memory.image, eager / memory.image, pagemap)
+            columns = (pagemap.vaddrs, pagemap.counts, pagemap.flags)
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            (eager / f"pagemap-{pid}.img").unlink()
+            (eager / f"pagemap-{pid}.img").write_bytes(build_pagemap(pagemap.pages_id, rows))
         log = self.folder / "restore.log"
         command = [self._criu.program, "restore", "-D", eager, "-W", self.work]
         command += ["--lazy-pages", "--restore-detached", "--restore-sibling", "-o", log, "-v2"]

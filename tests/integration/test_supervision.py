@@ -364,7 +364,7 @@ def test_agent_killed_while_the_place_is_prepared(task: str, place: Place, work:
     Method: send the first message and close the socket at once, or without any message.
     """
     if task == "capture" and place.pids == "fresh":
-        pytest.skip("a capture is not in fresh process ids")
+        return  # There is no such place for a capture; `Supervisor.start` refuses it.
     values = start_message(place, work, task=task)
     network = fresh_network(place.addresses) if place.network == "fresh" else None
     fds = [] if network is None else [network]

@@ -1,7 +1,11 @@
 """Tests of work directories: each is its maker's own, and goes with it."""
 
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from snapagent.config import AgentConfig
 from snapagent.workdir import work_directory
@@ -10,8 +14,15 @@ WORKERS = 8
 ROUNDS = 20
 
 
-def test_makers_at_once_do_not_take_each_others_for_abandoned(tmp_path: Path) -> None:
-    config = AgentConfig(criu=tmp_path / "criu", run_directory=tmp_path / "run")
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory whose path leaves room for that of a socket, also in a worker of xdist."""
+    with tempfile.TemporaryDirectory(prefix="work-") as folder:
+        yield Path(folder)
+
+
+def test_makers_at_once_do_not_take_each_others_for_abandoned(short_path: Path) -> None:
+    config = AgentConfig(criu=short_path / "criu", run_directory=short_path / "run")
 
     def work(_: int) -> None:
         for _ in range(ROUNDS):
@@ -20,14 +31,14 @@ def test_makers_at_once_do_not_take_each_others_for_abandoned(tmp_path: Path) ->
 
     with ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(work, range(WORKERS)))
-    assert list((tmp_path / "run").iterdir()) == []
+    assert list((short_path / "run").iterdir()) == []
 
 
-def test_abandoned_ones_are_removed(tmp_path: Path) -> None:
-    config = AgentConfig(criu=tmp_path / "criu", run_directory=tmp_path / "run")
-    (tmp_path / "run" / "restore-0a0b0c0d").mkdir(parents=True)
+def test_abandoned_ones_are_removed(short_path: Path) -> None:
+    config = AgentConfig(criu=short_path / "criu", run_directory=short_path / "run")
+    (short_path / "run" / "restore-0a0b0c0d").mkdir(parents=True)
     with (
         work_directory(config, "restore") as one,
         work_directory(config, "capture") as other,
     ):
-        assert set((tmp_path / "run").iterdir()) == {one.path, other.path}
+        assert set((short_path / "run").iterdir()) == {one.path, other.path}
