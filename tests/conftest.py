@@ -126,22 +126,20 @@ def pytest_make_collect_report(
     return report
 
 
-# First, since xdist reads the group marks in the same hook.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what uses CRIU or S3, and keep each in one worker.
 
     Two restores at once may want the same process id, and a fresh process may take the id that
-    another test's restore is about to need. One S3 server is enough.
+    another test's restore is about to need. One S3 server is enough. xdist reads these marks when
+    all items are collected.
     """
-    for item in items:
-        for name in ("criu", "s3"):
-            if name in getattr(item, "fixturenames", ()):
-                item.add_marker(name)
-        # One group only: xdist makes a third one of what is in two, which runs beside both.
-        groups = [name for name in ("criu", "s3") if item.get_closest_marker(name) is not None]
-        if groups:
-            item.add_marker(pytest.mark.xdist_group(groups[0]))
+    for name in ("criu", "s3"):
+        if name in getattr(item, "fixturenames", ()):
+            item.add_marker(name)
+    # One group only: xdist makes a third one of what is in two, which runs beside both.
+    groups = [name for name in ("criu", "s3") if item.get_closest_marker(name) is not None]
+    if groups:
+        item.add_marker(pytest.mark.xdist_group(groups[0]))
 
 
 # -- fixtures for all -----------------------------------------------------------------------------

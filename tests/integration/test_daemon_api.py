@@ -20,6 +20,7 @@ from tests.support.daemon import Daemon, program, running_daemon
 from tests.support.users import NOBODY, as_nobody
 
 pytestmark = [
+    pytest.mark.criu,
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="a daemon is root's"),
 ]

@@ -23,6 +23,7 @@ from tests.support.daemon import Daemon, running_daemon
 from tests.support.users import NOBODY
 
 pytestmark = [
+    pytest.mark.criu,
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="a daemon is root's"),
 ]
