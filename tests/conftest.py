@@ -28,6 +28,7 @@ pytest_plugins = [
 
 MARKERS = ["fuse: needs /dev/fuse and the privilege to mount"]
 SEED_BITS = 32
+ID_CHARS_MAX = 1000
 
 # No deadlines: they measure the other load of the machine.
 settings.register_profile("ci", max_examples=100, deadline=None, print_blob=True)
@@ -124,6 +125,13 @@ def pytest_make_collect_report(
     if report.skipped and required_markers(collector.config):
         turn_into_failure(report, "a whole module is skipped, though --require is given")
     return report
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name long values by their length: a test's name also becomes an environment variable."""
+    if isinstance(val, bytes | str) and len(val) > ID_CHARS_MAX:
+        return f"{argname}-of-{len(val)}"
+    return None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
