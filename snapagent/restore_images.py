@@ -21,6 +21,7 @@ from snapagent.errors import AgentError
 from snapagent.lazy.memory import TaskMemory
 from snapagent.preflight import read_images
 from snapstore import criu
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DumpFacts", "StreamedImages", "pieces", "read_facts"]
 
-_PAGE_BYTES = 4096
 _PIECE_BYTES = 1 << 20
 _GHOST_PATHS_BYTES_MAX = 64 << 10
 """They go to the supervisor in one message."""
@@ -107,7 +107,9 @@ def read_facts(images: ImageSet) -> DumpFacts:
         if memory is not None:
             marked = with_lazy_marks(pagemap, memory.vmas)
             if marked is not pagemap:
-                rewritten[name] = build_pagemap(marked.pages_id, _rows(marked))
+                rewritten[name] = build_pagemap(
+                    marked.pages_id, (entry[:3] for entry in marked.entries())
+                )
             pagemap = marked
         loaded = _eager_ranges(pagemap, is_shared=memory is None)
         eager.setdefault(pages, []).extend(loaded)
@@ -200,17 +202,12 @@ def _eager_ranges(pagemap: criu.Pagemap, *, is_shared: bool) -> list[tuple[int, 
     present = (pagemap.flags & criu.PageFlag.PRESENT) != 0
     chosen = present if is_shared else present & ((pagemap.flags & criu.PageFlag.LAZY) == 0)
     offsets = pagemap.offsets[chosen].astype(np.int64)
-    lengths = pagemap.counts[chosen].astype(np.int64) * _PAGE_BYTES
+    lengths = pagemap.counts[chosen].astype(np.int64) * PAGE_BYTES
     if not len(offsets):
         return []
     begins = np.flatnonzero(np.append(True, offsets[1:] != offsets[:-1] + lengths[:-1]))
     joined = np.add.reduceat(lengths, begins)
     return list(zip(offsets[begins].tolist(), joined.tolist(), strict=True))
-
-
-def _rows(pagemap: criu.Pagemap) -> Iterator[tuple[int, int, int]]:
-    columns = (pagemap.vaddrs, pagemap.counts, pagemap.flags)
-    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _task_memory(

@@ -20,6 +20,7 @@ from snapagent.criu.page_server import PageServer
 from snapagent.errors import AgentError, ProtocolError
 from snapagent.restore_images import pieces, read_facts
 from snapstore.criu import PageFlag
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PagesService"]
 
-_PAGE_BYTES = 4096
 _PIECE_BYTES = 4 << 20
 _IMAGE_MODE = 0o600
 
@@ -160,11 +160,11 @@ class _StoreReader:
         """Read pages that follow one another from an address on; see `PageReader`."""
         runs = self._runs.get(pid)
         row = bisect.bisect_right(runs.starts, vaddr) - 1 if runs is not None else -1
-        if runs is None or row < 0 or vaddr >= runs.ends[row] or vaddr % _PAGE_BYTES:
+        if runs is None or row < 0 or vaddr >= runs.ends[row] or vaddr % PAGE_BYTES:
             raise ProtocolError(f"a client asks for {vaddr:#x} of process {pid}, which has no page")
-        count = min(nr_pages_max, (runs.ends[row] - vaddr) // _PAGE_BYTES)
+        count = min(nr_pages_max, (runs.ends[row] - vaddr) // PAGE_BYTES)
         offset = runs.offsets[row] + vaddr - runs.starts[row]
-        runs.memory.file.read_into(offset, into[: count * _PAGE_BYTES])
+        runs.memory.file.read_into(offset, into[: count * PAGE_BYTES])
         return count
 
 
@@ -173,7 +173,7 @@ def _runs_of(memory: TaskMemory) -> _Runs:
     pagemap = memory.pagemap
     present = (pagemap.flags & np.uint64(PageFlag.PRESENT)) != 0
     starts = pagemap.vaddrs[present].astype(np.int64)
-    lengths = pagemap.counts[present].astype(np.int64) * _PAGE_BYTES
+    lengths = pagemap.counts[present].astype(np.int64) * PAGE_BYTES
     offsets = pagemap.offsets[present].astype(np.int64)
     ends = starts + lengths
     goes_on = (starts[1:] == ends[:-1]) & (offsets[1:] == offsets[:-1] + lengths[:-1])

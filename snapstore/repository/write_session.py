@@ -131,7 +131,7 @@ class WriteSession:
     Attributes:
         backend: Where everything goes.
         clock: The time.
-        lease: Of this session, until `publish` commits it.
+        lease: What this write holds, until `publish` commits it.
         buffers: For windows.
         ingest: What stores them.
         metadata_bytes: Of the manifests and layouts that were written.
