@@ -89,8 +89,23 @@ def _check_tree(found: Obstacles, tasks: Sequence[Task], conditions: CaptureCond
             found.block(
                 "kernel-thread", f"{root.title} is part of the kernel", "name another process"
             )
+    if "VmSize" in root.status:
+        _check_sessions(found, tasks, conditions)
+
+
+def _check_sessions(found: Obstacles, tasks: Sequence[Task], conditions: CaptureConditions) -> None:
+    pids = {task.pid for task in tasks}
     for task in tasks:
-        if task.session not in pids and task.session != 0:
+        if task.session in pids:
+            continue
+        if task.is_led_from_outside_its_pids:
+            found.block(
+                "session-unknown",
+                f"the session of {task.title} began outside of its pid namespace, where CRIU "
+                "cannot name it",
+                "start it with `setsid`",
+            )
+        else:
             found.add(
                 "session-outside",
                 f"{task.title} is in the session of process {task.session} "
@@ -98,7 +113,7 @@ def _check_tree(found: Obstacles, tasks: Sequence[Task], conditions: CaptureCond
                 "start it with `setsid`, or let CRIU take such processes (its option --shell-job)",
                 blocking=not conditions.shell_job,
             )
-            break
+        break
 
 
 def _check_task(found: Obstacles, task: Task) -> None:

@@ -57,6 +57,12 @@ class Task:
         """Whether it has ended and only waits for its parent."""
         return self.status.get("State", "").startswith(("Z", "X"))
 
+    @property
+    def is_led_from_outside_its_pids(self) -> bool:
+        """Whether the leader of its session has no id in its own pid namespace."""
+        # One id for each namespace, from the reader's inwards.
+        return self.status.get("NSsid", "").split()[-1:] == ["0"]
+
 
 def read_text(path: str) -> str:
     """Read a small file of the kernel's; bytes that are no text become escapes.

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from snapagent.errors import NoSuchProcess, PreflightFailed
+from snapagent.linux import processes
 from snapagent.preflight import (
     CaptureConditions,
     Obstacle,
@@ -25,8 +26,13 @@ from snapagent.preflight import (
 )
 from snapstore.units import MIB
 from tests.support.obstructed import process_that
+from tests.support.waiting import wait_until
 from tools.live_process import Criu, CriuFailedError
 
+# The child closes what the test waits for.
+FORK = """if os.fork() == 0:
+    os.close(ready); os.close(life)
+    import signal; signal.pause()"""
 CTYPES = "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
 REFUSED = "raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"
 
@@ -231,11 +237,39 @@ def test_a_connection_to_the_outside(criu: Criu, conditions: CaptureConditions, 
 
 @pytest.mark.slow
 def test_a_session_outside(criu: Criu, conditions: CaptureConditions, home: Path):
-    with process_that("", home, session=False) as process:
-        assert blocking(check_process(process.pid, conditions)) == {"session-outside"}
-        job = dataclasses.replace(conditions, shell_job=True)
-        assert blocking(check_process(process.pid, job)) == set()
-        assert not dumps(criu, process.pid, home)
+    with process_that(FORK, home) as leader:
+        (member,) = processes.children(leader.pid)
+        try:
+            assert blocking(check_process(member, conditions)) == {"session-outside"}
+            job = dataclasses.replace(conditions, shell_job=True)
+            assert blocking(check_process(member, job)) == set()
+            assert not dumps(criu, member, home)
+        finally:
+            os.kill(member, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_session_from_outside_of_the_pids(criu: Criu, conditions: CaptureConditions, home: Path):
+    ends = "read -r line"
+    command = ["unshare", "--pid", "--fork", "--kill-child", "sh", "-c", f"sh -c '{ends}'; true"]
+    with subprocess.Popen(  # noqa: S603 - the shells above.
+        command, stdin=subprocess.PIPE, start_new_session=True
+    ) as outer:
+        try:
+            wait_until(lambda: _grandchild(outer.pid) != 0, "the shell in the namespace")
+            member = _grandchild(outer.pid)
+            job = dataclasses.replace(conditions, shell_job=True)
+            assert "session-unknown" in blocking(check_process(member, job))
+            assert not dumps(criu, member, home)
+        finally:
+            outer.kill()
+
+
+def _grandchild(pid: int) -> int:
+    for child in processes.children(pid):
+        for grandchild in processes.children(child):
+            return grandchild
+    return 0
 
 
 @pytest.mark.slow

@@ -36,7 +36,6 @@ def process_that(
     home: Path,
     *,
     give: Sequence[int] = (),
-    session: bool = True,
     stdin: int = subprocess.DEVNULL,
     quiet: bool = True,
 ) -> Iterator[subprocess.Popen[bytes]]:
@@ -46,7 +45,6 @@ def process_that(
         body: What it does; if the kernel refuses that, the test is skipped with the reason.
         home: Its working directory, for its output too.
         give: Descriptors that it inherits, and finds in `given`.
-        session: Whether it has a session of its own.
         stdin: Its standard input.
         quiet: Whether it keeps no pipe to the test.
     """
@@ -65,7 +63,7 @@ def process_that(
                 stdout=output,
                 stderr=output,
                 pass_fds=[ready, life, *give],
-                start_new_session=session,
+                start_new_session=True,
             )
         stack.callback(process.wait)
         stack.callback(process.kill)
