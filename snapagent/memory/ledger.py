@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from snapagent.linux.peers import Process, is_below
-from snapagent.memory.placement import PAGE_BYTES
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from snapagent.memory.placement import Rank

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 
 from snapagent.errors import AgentError
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DIRECTORY",
     "KEY",
-    "PAGE_BYTES",
     "Rank",
     "RegionPlace",
     "SessionPlace",
@@ -27,7 +27,6 @@ __all__ = [
 
 KEY: Final = "external"
 DIRECTORY: Final = "external"
-PAGE_BYTES: Final = 4096
 _VERSION: Final = 1
 _ADDRESS_MAX: Final = (1 << 57) - 1
 _SESSIONS_MAX: Final = 4096
