@@ -20,6 +20,7 @@ from snapagent.server.jobs import JobTable
 from snapagent.server.journal import Journal
 from snapagent.server.leftovers import clean_up
 from snapagent.server.listener import Acceptor, daemon_lock, listening
+from snapagent.server.memory import make_broker
 from snapagent.server.metrics import Metrics
 from snapagent.server.policy import Policy
 from snapagent.server.stores import Stores
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from snapagent.config import Settings
+    from snapagent.memory.broker import MemoryBroker
 
 __all__ = ["Companion", "run_daemon"]
 
@@ -83,18 +85,31 @@ def run_daemon(
             reasons=left.reasons,
             stale_socket=was_stale,
         )
-        for companion in companions:
+        policy = Policy(settings.rules, settings.store)
+        broker = make_broker(settings, policy)
+        # It comes first and goes last: others may need it.
+        for companion in (*([broker] if broker is not None else []), *companions):
             companion.start()
             served.callback(companion.close)
-        asyncio.run(_Daemon(settings, stores, say).serve(listener, found, left.jobs))
+        daemon = _Daemon(settings, stores, policy, broker, say)
+        asyncio.run(daemon.serve(listener, found, left.jobs))
 
 
 class _Daemon:
     """One run."""
 
-    def __init__(self, settings: Settings, stores: Stores, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        stores: Stores,
+        policy: Policy,
+        broker: MemoryBroker | None,
+        say: Callable[[str], None],
+    ) -> None:
         self._settings = settings
         self._stores = stores
+        self._policy = policy
+        self._broker = broker
         self._say = say
 
     async def serve(
@@ -115,18 +130,20 @@ class _Daemon:
         jobs.add_ended(left)
         handlers = Handlers(
             settings,
-            policy=Policy(settings.rules, settings.store),
+            policy=self._policy,
             stores=self._stores,
             jobs=jobs,
             metrics=metrics,
             found=found,
+            broker=self._broker,
         )
         runner = web.AppRunner(make_server(handlers, metrics), access_log=None)
         await runner.setup()
         assert runner.server is not None, "it is set up"
         accepting = asyncio.create_task(Acceptor(listener, runner.server).run())
         self._warm_up()
-        self._say(f"listening at {settings.socket_path}")
+        lending = f", lending memory at {self._broker.path}" if self._broker is not None else ""
+        self._say(f"listening at {settings.socket_path}{lending}")
         _notify("READY=1")
         await told.acquire()
         _notify("STOPPING=1")
