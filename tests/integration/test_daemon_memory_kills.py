@@ -13,7 +13,7 @@ import pytest
 
 import snapstore
 from snapagent.control import CAPTURE_STATES, ENDED, RESTORE_STATES
-from tests.support.agent import Agent, agent_folder
+from tests.support.agent import Agent, Document, agent_folder
 from tests.support.daemon import Daemon, held_criu, running_daemon
 from tests.support.external import ExternalWorkload
 from tests.support.held_work import CAPTURE, CASES, FRESH, HELD, RESTORE, STORED, HeldWork
@@ -71,11 +71,11 @@ def stored(criu: Criu, s3: seaweed.S3Server) -> Iterator[StoredWorkload]:
             digest = workload.ask("digest")
             assert workload.ask("release") == "released"
             job = daemon.begin(CAPTURE, name=STORED, pid=workload.pid, stop=True)
-            assert daemon.await_end(job)["state"] == "done"
+            assert_done(daemon.await_end(job))
             workload.end()
-            yield_this = replace(unfinished, workload=workload, digest=digest)
+            whole = replace(unfinished, workload=workload, digest=digest)
             await_no_memory(daemon)
-        yield yield_this
+        yield whole
 
 
 @pytest.fixture
@@ -93,6 +93,10 @@ def work(stored: StoredWorkload, s3: seaweed.S3Server, criu: Criu) -> Iterator[H
 def test_all_states_are_here() -> None:
     assert {state for target, state in CASES if target == CAPTURE} == set(CAPTURE_STATES) - ENDED
     assert {state for target, state in CASES if target == RESTORE} == set(RESTORE_STATES) - ENDED
+
+
+def assert_done(job: Document) -> None:
+    assert job["state"] == "done", job["error"]
 
 
 def await_no_memory(daemon: Daemon) -> None:
@@ -130,7 +134,7 @@ def test_killed_in_a_capture(work: HeldWork, stored: StoredWorkload, state: str)
         assert source.ask("digest") == before
         assert source.ask("release") == "released"
         again = after.begin(CAPTURE, name="once-more", pid=source.pid)
-        assert after.await_end(again)["state"] == "done"
+        assert_done(after.await_end(again))
         assert source.ask("resume") == "resumed"
         assert source.ask("digest") == before
         source.end()
@@ -151,7 +155,7 @@ def test_killed_in_a_restore(work: HeldWork, stored: StoredWorkload, state: str)
             wait_until(lambda: not copy.pids, "nothing restored is left")
             await_no_memory(after)
             again = after.begin(RESTORE, name=STORED, **FRESH)
-            assert after.await_end(again)["state"] == "done"
+            assert_done(after.await_end(again))
             assert_whole(copy, stored)
             await_no_memory(after)
 
@@ -163,7 +167,7 @@ def test_ended_after_a_restore(work: HeldWork, stored: StoredWorkload, ends: str
     with work.agent.nothing_left():
         with work.daemon(stored.config) as daemon:
             job = daemon.begin(RESTORE, name=STORED, **FRESH)
-            assert daemon.await_end(job)["state"] == "done"
+            assert_done(daemon.await_end(job))
             if ends == "killed":
                 daemon.kill()
         assert copy.ask("resume").startswith("BrokerUnreachable")
