@@ -207,6 +207,8 @@ def find_owners(path: Path, pids: Collection[int]) -> set[int]:
         end.settimeout(_SEND_S_MAX)
         try:
             end.connect(str(path))
+        except PermissionError:
+            return set()  # Whoever may not come has none, nor may it capture who has.
         except (FileNotFoundError, ConnectionRefusedError):
             pass  # There is none, or it was killed.
         except OSError as error:
@@ -224,15 +226,19 @@ def find_owners(path: Path, pids: Collection[int]) -> set[int]:
 def _not_told(path: Path, error: Exception) -> AgentError:
     return AgentError(
         f"the memory broker at {path} does not tell who has external memory: {error}",
-        next_step="run as root, and see whether the agent there answers",
+        next_step="see whether the agent there answers, and start it anew if not",
     )
 
 
 def _ask_broker(channel: Channel, pids: Sequence[int]) -> set[int]:
     found: set[int] = set()
     for at in range(0, len(pids), OWNERS_ASKED_MAX):
-        channel.send("owners", {"pids": pids[at : at + OWNERS_ASKED_MAX]})
+        # It may have refused already, and said so.
+        with contextlib.suppress(BrokenPipeError):
+            channel.send("owners", {"pids": pids[at : at + OWNERS_ASKED_MAX]})
         answer = _next(channel)
+        if answer.values.get("code") == "denied":
+            return set()
         if answer.kind != "owners":
             raise _AnswerError(str(answer.values.get("message", answer.kind))[:200])
         found |= set(answer.numbers("pids"))

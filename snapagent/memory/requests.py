@@ -243,13 +243,20 @@ class Requests:
         return Reply("gone", {})
 
     def _owners(self, visitor: Visitor, packet: Packet) -> Reply:
-        """Tell root which of some processes have memory here; for captures by other agents."""
-        if visitor.uid not in {0, os.geteuid()}:
-            raise Refused("denied", "only root may ask who has memory")
+        """Tell which of some processes have memory here, for captures by other agents.
+
+        Users other than root are told of their own.
+        """
+        sees_all = visitor.uid in {0, os.geteuid()}
         pids = packet.numbers("pids")
         if len(pids) > OWNERS_ASKED_MAX:
             raise Refused("wrong", f"ask of {OWNERS_ASKED_MAX} processes at a time")
-        owners = {owner.pid for session in self._ledger.sessions for owner in session.owners}
+        owners = {
+            owner.pid
+            for session in self._ledger.sessions
+            for owner in session.owners
+            if sees_all or session.uid == visitor.uid
+        }
         return Reply("owners", {"pids": sorted(owners & set(pids))})
 
 

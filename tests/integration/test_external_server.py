@@ -85,7 +85,11 @@ def test_a_server_with_external_memory_is_the_same_elsewhere(agent: Agent, work_
 
 
 def test_preflight_tells_of_external_memory(agent: Agent, work_dir: Path) -> None:
-    """Goal: what stands in the way is told beforehand, mapped, released, or without a daemon."""
+    """Goal: what stands in the way is told beforehand, mapped, released, or without a daemon.
+
+    Method: look in each of these; then kill the daemon and start the next one with the same run
+    directory, which finds what the holder has there and captures it.
+    """
     with served(agent, work_dir) as (daemon, server):
         pid = str(server.pid)
         assert codes(agent, pid) == {"external-mapped"}
@@ -98,6 +102,11 @@ def test_preflight_tells_of_external_memory(agent: Agent, work_dir: Path) -> Non
         daemon.kill()
         # The holder has it, and tells.
         assert codes(agent, pid, "--no-daemon") == {"external-no-broker"}
+        with running_daemon(agent) as after:
+            assert after.get("/v1/status")["memory"]["processes"] == {"released": 1}
+            captured = agent.run("capture", NAME, "--pid", pid, "--stop")
+            assert captured["external_bytes"] >= EXTERNAL_MIB * MIB
+            server.end()
 
 
 def codes(agent: Agent, pid: str, *options: str) -> set[str]:
