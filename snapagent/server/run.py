@@ -14,6 +14,7 @@ from aiohttp import web
 
 from snapagent import api
 from snapagent.config import notify_socket
+from snapagent.linux import processes
 from snapagent.server.app import make_server
 from snapagent.server.handlers import Handlers
 from snapagent.server.jobs import JobTable
@@ -67,6 +68,8 @@ def run_daemon(
         AgentError: It cannot listen.
     """
     config = settings.agent
+    # Each piece of external memory is one, here and on its way to a holder.
+    processes.allow_many_files()
     with (
         daemon_lock(config.state_directory),
         listening(settings.socket_path, settings.socket_group) as (listener, was_stale),

@@ -1,6 +1,7 @@
 """A server with external memory, by commands and the daemon: the same before and after."""
 
 import contextlib
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,7 +57,9 @@ def test_a_server_with_external_memory_is_the_same_elsewhere(agent: Agent, work_
         told = daemon.get("/v1/status")["memory"]
         assert told["processes"] == {"released": 1}
         assert told["size_bytes"] >= EXTERNAL_MIB * MIB
-        assert told["holder_pid"] is not None
+        for pid in (daemon.process.pid, told["holder_pid"]):
+            soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            assert soft == hard
 
         arguments = ("capture", NAME, "--pid", str(server.pid))
         refused = agent.fails(*arguments, "--no-daemon", code=7)

@@ -295,12 +295,12 @@ def end(node: Node, pids: Sequence[int]) -> None:
 
 
 def processes_in(home: Path) -> list[int]:
-    """Return the processes that work in a directory."""
+    """Return the processes that work in a directory, or below it."""
     found = []
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():
             with contextlib.suppress(OSError):
-                if (path / "cwd").readlink() == home:
+                if (path / "cwd").readlink().is_relative_to(home):
                     found.append(int(path.name))
     return found
 
@@ -441,7 +441,11 @@ def main() -> int:
     report.command_line = f"python -m tools.bench.external_server DIR {' '.join(words)}"
     report.versions = {name: version(name) for name in ("snapstore", *PACKAGES)}
     with tempfile.TemporaryDirectory(prefix="server-", dir=options.directory) as folder:
-        bench(options, Path(folder), report)
+        try:
+            bench(options, Path(folder), report)
+        finally:
+            for pid in processes_in(Path(folder)):
+                os.kill(pid, signal.SIGKILL)
     report.conditions["load_average_after"] = measure.machine(options.directory)["load_average"]
     text = tables(report)
     if options.out is not None:
