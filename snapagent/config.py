@@ -223,7 +223,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         str, msgspec.Meta(description="What one process has; empty: the machine's memory")
     ] = ""
     broker_processes: Annotated[
-        int, msgspec.Meta(ge=1, le=65536, description="Processes that have some")
+        int,
+        msgspec.Meta(
+            ge=1, le=65536, description="Processes that have some; of one user, a quarter of that"
+        ),
     ] = 256
     broker_regions: Annotated[
         int, msgspec.Meta(ge=1, le=1 << 20, description="Pieces in all, each of them an open file")

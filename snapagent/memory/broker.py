@@ -171,6 +171,11 @@ class MemoryBroker:
         return self._held.pid
 
     @property
+    def limits(self) -> BrokerLimits:
+        """What workloads may have."""
+        return self._ledger.limits
+
+    @property
     def has_holder(self) -> bool:
         """Whether released memory would outlive this process now."""
         with self._lock:

@@ -24,8 +24,13 @@ def make_broker(settings: Settings, policy: Policy) -> MemoryBroker | None:
     if not settings.broker:
         return None
     machine = BrokerLimits()
+    count = settings.broker_processes
     limits = BrokerLimits(
-        sessions=settings.broker_processes,
+        # Each has one for as long as its memory is mapped; others only ask.
+        connections=2 * count,
+        connections_per_user=max(count // 2, 1),
+        sessions=count,
+        sessions_per_user=max(count // 4, 1),
         regions=settings.broker_regions,
         session_bytes=_bytes(settings.broker_process_bytes, machine.session_bytes),
         total_bytes=_bytes(settings.broker_bytes, machine.total_bytes),
