@@ -558,6 +558,17 @@ def test_only_some_users_may_come() -> None:
         admitted.abort()
 
 
+def give_back(broker: MemoryBroker, earlier: Peer) -> None:
+    """End the session of a peer: this process owns it, so that a holder would keep it for long."""
+    peer = Peer(broker.path)
+    peer.token = earlier.token
+    peer.hello(create=False)
+    answer = peer.ask("bye")
+    assert answer is not None
+    assert answer["kind"] == "gone"
+    peer.close()
+
+
 def test_root_may_ask_who_has_memory(broker: MemoryBroker, connect: Callable[[], Peer]) -> None:
     """Of the broker, and of the holder when that is gone; asking changes nothing."""
     mine = {os.getpid()}
@@ -574,6 +585,7 @@ def test_root_may_ask_who_has_memory(broker: MemoryBroker, connect: Callable[[],
     with MemoryBroker(broker.path) as again:
         assert [one.state for one in again.status()] == ["released"]
         assert find_owners(broker.path, mine) == mine
+        give_back(again, peer)
 
 
 def test_a_holder_that_dies_is_replaced(broker: MemoryBroker, connect: Callable[[], Peer]) -> None:
@@ -603,6 +615,8 @@ def test_a_holder_that_dies_is_replaced(broker: MemoryBroker, connect: Callable[
         back.ask("resume")
         back.ask("take", regions=[1])
         assert os.pread(back.fds[-1], 8, 0) == b"precious"
+        for one in (peer, late):
+            give_back(again, one)
 
 
 def test_without_a_holder_nothing_is_released(
@@ -626,6 +640,7 @@ def test_without_a_holder_nothing_is_released(
     answer = peer.ask("release")
     assert answer is not None
     assert answer["kind"] == "released"
+    give_back(broker, peer)
 
 
 def test_closing_leaves_nothing() -> None:
