@@ -356,6 +356,20 @@ def bench(options: argparse.Namespace, work: Path, report: Report) -> None:
     report.summary["at_once"] = at_once
 
 
+def head(report: Report) -> str:
+    """Return how it was measured."""
+    machine, loads = report.machine, report.conditions["load_average_after"]
+    before = machine["load_average"]
+    assert isinstance(before, list)
+    assert isinstance(loads, list)
+    return (
+        f"# A server with external memory\n\n`{report.command_line}`\n\n"
+        f"{machine['cpu_model']}, {machine['cores']} cores, {report.date}; load average "
+        f"{before[0]:.1f} before and {loads[0]:.1f} after. *external*: most of the memory is with "
+        "the broker; *own*: all of it is the server's."
+    )
+
+
 def tables(report: Report) -> str:
     """Return what was measured for people."""
     captures: list[Sample] = report.summary["captures"]  # type: ignore[assignment]
@@ -450,8 +464,7 @@ def main() -> int:
     text = tables(report)
     if options.out is not None:
         report.write(options.out)
-        document = f"# A server with external memory\n\n`{report.command_line}`\n\n{text}\n"
-        options.out.with_suffix(".md").write_text(document)
+        options.out.with_suffix(".md").write_text(f"{head(report)}\n\n{text}\n")
     print(json.dumps({"summary": report.summary, "samples": report.samples}, indent=1))
     print(text, file=sys.stderr)
     return 0
