@@ -5,6 +5,8 @@ broker and its holder alone have it; what is restored gets its memory from the b
 """
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -174,6 +176,34 @@ def test_ended_after_a_restore(work: HeldWork, stored: StoredWorkload, ends: str
         with work.daemon(stored.config) as after:
             assert_whole(copy, stored)
             await_no_memory(after)
+
+
+def test_holder_killed_and_then_the_daemon(work: HeldWork, stored: StoredWorkload) -> None:
+    """Goal: what is released outlives both, one after the other.
+
+    Method: kill the holder while a workload has released its memory; once the daemon has another
+    one, kill the daemon, and let the workload resume with the next.
+    """
+    with work.agent.nothing_left(), contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(work.daemon(stored.config))
+        source = stack.enter_context(stored.living("holder"))
+        before = source.ask("digest")
+        assert source.ask("release") == "released"
+        first = daemon.get("/v1/status")["memory"]["holder_pid"]
+        os.kill(first, signal.SIGKILL)
+
+        def is_held() -> bool:
+            now = daemon.get("/v1/status")["memory"]["holder_pid"]
+            return now not in {None, first}
+
+        wait_until(is_held, "another holder")
+        assert daemon.get("/v1/health")["memory_is_held"]
+        daemon.kill()
+        after = stack.enter_context(work.daemon(stored.config))
+        assert source.ask("resume") == "resumed"
+        assert source.ask("digest") == before
+        source.end()
+        await_no_memory(after)
 
 
 def assert_whole(copy: ExternalWorkload, stored: StoredWorkload) -> None:
