@@ -41,7 +41,13 @@ from snapagent.linux.network_locks import (
     remove_network_lock,
 )
 from snapagent.memory.storing import RegionStreams
-from snapagent.preflight import CaptureConditions, add_machine, check_process, require
+from snapagent.preflight import (
+    CaptureConditions,
+    add_machine,
+    check_external,
+    check_process,
+    require,
+)
 from snapagent.supervision import Place, Supervisor, criu_command
 from snapagent.workdir import WorkDirectory, work_directory
 from snapstore import criu
@@ -71,7 +77,7 @@ class CaptureRequest:
         stop: End the tree when the snapshot is durable; else it goes on.
         freeze_fast: Store raw frames, which shortens the time that the tree stands still.
         broker: Who has external memory of the tree, which must be released; see
-            `docs/external-memory.md`.
+            `docs/external-memory.md`. Without one, a tree that has some is refused.
     """
 
     pid: int
@@ -171,7 +177,10 @@ def capture(
         work = stack.enter_context(work_directory(config, "capture", only_of=request.pid))
         frozen = _freeze(request, stack)
         control.enter("preflight")
-        obstacles = find_obstacles(request.pid, config, stop=request.stop)
+        obstacles = _obstacles(request.pid, config, stop=request.stop)
+        if request.broker is None:
+            # Else it is frozen by now, which was refused if it could not be.
+            obstacles += check_external(request.pid, None, config.broker_path)
         require(obstacles, of=f"process {request.pid}", done="captured")
         writer = stack.enter_context(
             store.begin(
@@ -195,12 +204,20 @@ def capture(
     return dump.result(started_s=started_s, setup_s=setup_s, ended_s=clock.monotonic_s())
 
 
-def find_obstacles(pid: int, config: AgentConfig, *, stop: bool = False) -> list[Obstacle]:
+def find_obstacles(
+    pid: int, config: AgentConfig, *, stop: bool = False, broker: MemoryBroker | None = None
+) -> list[Obstacle]:
     """Tell what stands in the way of a capture, and what deserves a word; nothing is changed.
 
     Raises:
         NoSuchProcess: There is none.
     """
+    found = _obstacles(pid, config, stop=stop)
+    found += check_external(pid, broker, config.broker_path)
+    return sorted(found, key=lambda one: not one.blocking)
+
+
+def _obstacles(pid: int, config: AgentConfig, *, stop: bool) -> list[Obstacle]:
     conditions = CaptureConditions(
         criu=config.criu,
         criu_cache=config.criu_cache,

@@ -140,6 +140,10 @@ def _text(done: RestoreDone) -> str:
     lazy = {key: int(value or 0) for key, value in done.lazy.items()}
     filled = lazy["fault_bytes"] + lazy["fill_bytes"] + lazy["zero_bytes"]
     rate = format_bytes(int(filled / max(done.fill_s, 1e-3)))
+    external = ""
+    if done.external_s is not None:
+        size = format_bytes(done.external_bytes)
+        external = f"  {size} of external memory, whole after {done.external_s:.2f} s\n"
     return (
         f"{done.name} runs as process {done.root_pid}: it could answer after "
         f"{done.running_s:.2f} s, and was whole after {done.total_s:.2f} s\n"
@@ -148,6 +152,6 @@ def _text(done: RestoreDone) -> str:
         f"  {format_bytes(done.eager_bytes)} loaded first "
         f"({format_bytes(done.shared_bytes)} shared memory), {format_bytes(lazy['fault_bytes'])} "
         f"by {lazy['faults']} faults, {format_bytes(lazy['fill_bytes'])} behind them, "
-        f"{format_bytes(lazy['zero_bytes'])} zeros\n"
+        f"{format_bytes(lazy['zero_bytes'])} zeros\n{external}"
         f"  most of the time went into {done.bottleneck}"
     )
