@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from snapstore.cache.node_cache import CachedFile, NodeCache
     from snapstore.errors import SnapError
     from snapstore.format.page_order import PageRun, decode_page_order, encode_page_order
     from snapstore.format.tree import EntryType
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VERSION",
+    "CachedFile",
     "Compression",
     "Described",
     "DescribedFile",
@@ -48,6 +50,7 @@ __all__ = [
     "Integrity",
     "NameGeneration",
     "NamespaceStats",
+    "NodeCache",
     "ObjectTotals",
     "PageRun",
     "Progress",
@@ -83,6 +86,8 @@ __all__ = [
 # Where each name is. Loaded when first asked for: a program that pulls needs nothing of a push, and
 # loading all of it would take as long as restoring a small process.
 _HOMES = {
+    "CachedFile": "snapstore.cache.node_cache",
+    "NodeCache": "snapstore.cache.node_cache",
     "SnapError": "snapstore.errors",
     "PageRun": "snapstore.format.page_order",
     "decode_page_order": "snapstore.format.page_order",

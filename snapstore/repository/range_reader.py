@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from snapstore.backend.direct import page_aligned
+from snapstore.backend.direct import copy_bytes, page_aligned
 from snapstore.compression import Codec, decode_frame
 from snapstore.errors import DigestMismatch
 from snapstore.format.layout import ZEROS
@@ -27,7 +27,6 @@ from snapstore.repository.read_plan import (
 from snapstore.repository.stored_frames import (
     FrameErrors,
     check_stored,
-    copy_bytes,
     is_stored_raw,
     read_unit,
 )

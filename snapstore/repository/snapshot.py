@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Iterator, Sequence
 
+    from snapstore.cache.node_cache import NodeCache
     from snapstore.format.rank import RankNumber
     from snapstore.format.tables import Rows
     from snapstore.format.tree import TreeEntry
@@ -173,6 +174,7 @@ class Snapshot:
         backend: Where it is.
         options: What is checked when files of it are read.
         cache: Decoded frames of files that are read; the store's snapshots share one.
+        node_cache: The cache of the node, which files are read through.
     """
 
     id: SnapshotId
@@ -182,6 +184,7 @@ class Snapshot:
         default_factory=StoreOptions, repr=False, compare=False
     )
     cache: FrameCache | None = dataclasses.field(default=None, repr=False, compare=False)
+    node_cache: NodeCache | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def walk(self) -> Iterator[SnapshotEntry]:
         """Give all paths of the tree as it was pushed, the root first.
@@ -260,6 +263,7 @@ def load_snapshot(
     named: str = "",
     options: StoreOptions | None = None,
     cache: FrameCache | None = None,
+    node_cache: NodeCache | None = None,
 ) -> Snapshot:
     """Read a root manifest and check that it is what its id says.
 
@@ -269,6 +273,7 @@ def load_snapshot(
         named: The ref that points to it, for messages; without one the user gave the id.
         options: For reading its files.
         cache: For reading its files; without one the snapshot makes its own.
+        node_cache: For reading its files; without one they come from the store.
 
     Raises:
         SnapshotNotFound: There is none of that id.
@@ -293,7 +298,7 @@ def load_snapshot(
         )
     with about(f"snapshot {snapshot.short}", next_step="pull another snapshot"):
         manifest = decode_snapshot(data)
-    return Snapshot(snapshot, manifest, backend, options or StoreOptions(), cache)
+    return Snapshot(snapshot, manifest, backend, options or StoreOptions(), cache, node_cache)
 
 
 def _same_lengths(one: Rows, other: Rows) -> bool:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
+    from snapstore.cache.node_cache import NodeCache
     from snapstore.format.rank import RankNumber
     from snapstore.options import Compression
     from snapstore.repository.diff import SnapshotDiff
@@ -63,8 +64,14 @@ class Store:
     """
 
     def __init__(
-        self, backend: Backend, config: StoreConfig, options: StoreOptions, clock: Clock
+        self,
+        backend: Backend,
+        config: StoreConfig,
+        options: StoreOptions,
+        clock: Clock,
+        cache: NodeCache | None = None,
     ) -> None:
+        self._cache = cache
         self._backend = backend
         self._options = options
         self._clock = clock
@@ -80,6 +87,11 @@ class Store:
     def options(self) -> StoreOptions:
         """How the store is worked with."""
         return self._options
+
+    @property
+    def cache(self) -> NodeCache | None:
+        """The cache of the node that it is read through, if the options name one."""
+        return self._cache
 
     def push(
         self,
@@ -223,6 +235,7 @@ class Store:
             named=named,
             options=self._options,
             cache=self._frame_cache,
+            node_cache=self._cache,
         )
 
     def list(
@@ -407,6 +420,8 @@ class Store:
     def close(self) -> None:
         """Release connections and descriptors. Idempotent."""
         self._backend.close()
+        if self._cache is not None:
+            self._cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -440,10 +455,10 @@ def init_store(
             with contextlib.suppress(ObjectExists):
                 backend.put_new(ObjectKind.CONFIG, "", [encode_config(new)])
             config = _read_config(backend)
+        return _opened(backend, config, options or StoreOptions(), clock)
     except BaseException:
         backend.close()
         raise
-    return Store(backend, config, options or StoreOptions(), clock)
 
 
 def open_store(
@@ -469,10 +484,19 @@ def open_store(
     backend = _patient(open_backend(url, readonly=readonly, clock=clock), clock)
     try:
         config = _read_config(backend)
+        return _opened(backend, config, options or StoreOptions(), clock)
     except BaseException:
         backend.close()
         raise
-    return Store(backend, config, options or StoreOptions(), clock)
+
+
+def _opened(backend: Backend, config: StoreConfig, options: StoreOptions, clock: Clock) -> Store:
+    cache = None
+    if options.node_cache is not None:
+        from snapstore.cache.node_cache import NodeCache
+
+        cache = NodeCache(options.node_cache, clock=clock)
+    return Store(backend, config, options, clock, cache)
 
 
 def _patient(backend: Backend, clock: Clock) -> Backend:

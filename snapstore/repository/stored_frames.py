@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
 
 from snapstore.backend.base import Backend, ObjectKind
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from snapstore.ids import PackId
     from snapstore.repository.read_plan import PlannedFrame, ReadUnit
 
-__all__ = ["FrameErrors", "check_stored", "copy_bytes", "is_stored_raw", "read_unit"]
+__all__ = ["FrameErrors", "check_stored", "is_stored_raw", "read_unit"]
 
 
 def read_unit(backend: Backend, unit: ReadUnit, into: memoryview) -> None:
@@ -51,11 +50,6 @@ def check_stored(frame: PlannedFrame, data: memoryview) -> None:
 def is_stored_raw(frame: PlannedFrame) -> bool:
     """Whether the stored bytes are the decoded ones; what only claims to be so must be decoded."""
     return frame.codec == Codec.RAW and frame.stored_length == frame.plain_length
-
-
-def copy_bytes(into: memoryview, data: memoryview) -> None:
-    """Copy equally long bytes; `into[:] = data` would hold the GIL for the whole copy."""
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
 
 class FrameErrors:

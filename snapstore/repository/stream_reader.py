@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from snapstore.backend.direct import page_aligned
+from snapstore.backend.direct import copy_bytes, page_aligned
 from snapstore.compression import decode_frame
 from snapstore.format.layout import ZEROS
 from snapstore.options import Integrity
@@ -20,7 +20,6 @@ from snapstore.repository.segments import Segments
 from snapstore.repository.stored_frames import (
     FrameErrors,
     check_stored,
-    copy_bytes,
     is_stored_raw,
     read_unit,
 )
