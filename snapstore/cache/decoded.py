@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from snapstore.backend.direct import copy_bytes, page_aligned
-from snapstore.cache.locks import Patience, try_claim, try_lock_file
+from snapstore.cache.locks import Patience, claim, try_lock_file
 from snapstore.cache.room import Room
 from snapstore.units import MIB, PAGE_BYTES, align_up
 
@@ -396,23 +396,18 @@ class DecodedFile:
             nothing can be kept.
         """
         cells = self._content.cells
-        last = cells.joined(row, end, FILL_BYTES_MAX)
-        # If not all of it is free the first cell may be.
-        for stop in (last, row + 1)[: 1 + (last > row + 1)]:
-            begin = cells.begin(row)
-            try:
-                with try_claim(self._reopen, begin, cells.begin(stop)) as is_ours:
-                    if is_ours:
-                        return self._fetch_claimed(row, stop, offset, into)
-            except OSError:
-                return row - 1
-        return row
+        stop = cells.joined(row, end, FILL_BYTES_MAX)
+        try:
+            with claim(self._reopen, cells.begin(row), cells.begin(stop)) as claimed:
+                return self._fetch_claimed(row, cells.at(claimed), offset, into)
+        except OSError:
+            return row - 1
 
     def _fetch_claimed(self, row: int, stop: int, offset: int, into: memoryview | None) -> int:
         """Fetch the first cells of a claim, up to one that somebody has filled meanwhile."""
         cells = self._content.cells
         stop = next((at for at in range(row, stop) if self._has(at)), stop)
-        if stop == row:
+        if stop <= row:
             return row
         begin, end = cells.begin(row), cells.begin(stop)
         if cells.is_zeros[row]:

@@ -59,6 +59,7 @@ class CacheDirectory:
                 f"there is no directory at {path}", next_step="make it, or name another one"
             ) from error
         except OSError as error:
+            _require_no_link(path)
             raise AccessDenied(f"cannot use {path} as a cache: {error.strerror}") from error
         try:
             _require_own(path, os.fstat(fd))
@@ -77,9 +78,7 @@ class CacheDirectory:
         flags |= os.O_CREAT if create else 0
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                raise OSError(f"{self.path / name} is no file of this user")
+            _require_own_file(self.path / name, os.fstat(fd))
         except BaseException:
             os.close(fd)
             raise
@@ -192,6 +191,11 @@ def file_system_of(fd: int) -> str:
         if before.split()[2] == wanted:
             return after.split()[0]
     return ""
+
+
+def _require_own_file(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError(f"{path} is no file of this user")
 
 
 def _require_no_link(path: Path) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from snapstore.clock import Clock
 
-__all__ = ["Patience", "try_claim", "try_lock_file", "unlock_file"]
+__all__ = ["Patience", "claim", "try_lock_file", "unlock_file"]
 
 # struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("@hhqqi4x")
@@ -51,8 +51,11 @@ class Patience:
 
 
 @contextlib.contextmanager
-def try_claim(reopen: Callable[[], int], begin: int, end: int) -> Iterator[bool]:
-    """Claim bytes of a file for the length of a `with` block, which is told whether it has them.
+def claim(reopen: Callable[[], int], begin: int, end: int) -> Iterator[int]:
+    """Claim bytes of a file for the length of a `with` block.
+
+    The block is told up to where it has them: `end`, or where others have the rest; `begin` if they
+    have the first byte.
 
     Args:
         reopen: Gives a new descriptor of the file, open for writing, which is closed at the end.
@@ -64,20 +67,31 @@ def try_claim(reopen: Callable[[], int], begin: int, end: int) -> Iterator[bool]
     """
     fd = reopen()
     try:
-        yield _try_lock(fd, begin, end)
+        while begin < end and not _try_lock(fd, begin, end):
+            end = max(_locked_from(fd, begin, end), begin)
+        yield end
     finally:
         os.close(fd)
 
 
 def _try_lock(fd: int, begin: int, end: int) -> bool:
-    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, begin, end - begin, 0)
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _wanted(begin, end))
     except OSError as error:
         if error.errno in _BUSY:
             return False
         raise
     return True
+
+
+def _locked_from(fd: int, begin: int, end: int) -> int:
+    """Where the first bytes are that others have; `end` if they have let go of all meanwhile."""
+    kind, _, start, _, _ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _wanted(begin, end)))
+    return end if kind == fcntl.F_UNLCK else int(start)
+
+
+def _wanted(begin: int, end: int) -> bytes:
+    return _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, begin, end - begin, 0)
 
 
 def try_lock_file(fd: int, *, shared: bool = False) -> bool:

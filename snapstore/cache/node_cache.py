@@ -10,10 +10,12 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
+from snapstore.cache.cached_backend import CachedBackend
 from snapstore.cache.config import CacheConfig, read_config, write_config
 from snapstore.cache.decoded import DecodedTier
 from snapstore.cache.directory import CacheDirectory
 from snapstore.cache.pins import Pins
+from snapstore.cache.stored import StoredTier
 from snapstore.clock import Clock, SystemClock
 from snapstore.errors import AccessDenied, UsageError
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from snapstore.backend.base import Backend
     from snapstore.cache.decoded import Content, DecodedFile
 
 __all__ = ["CachedFile", "NodeCache"]
@@ -30,6 +33,7 @@ _log = logging.getLogger("snapstore.cache")
 
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "hugetlbfs"})
 _PINS = "pins"
+_STORED = "packs"
 
 
 class HasContent(Protocol):
@@ -168,6 +172,9 @@ class NodeCache:
                 self._pins_directory = self._directory.below(_PINS)
                 opened.callback(self._pins_directory.close)
                 self._pins = Pins(self._pins_directory)
+                self._stored = self._open_stored()
+                if self._stored is not None:
+                    opened.callback(self._stored.close)
                 self._decoded = self._open_decoded()
                 if self._decoded is not None:
                     opened.callback(self._decoded.close)
@@ -246,6 +253,10 @@ class NodeCache:
         """
         return self.open_content(file.content())
 
+    def backend(self, inner: Backend, store_id: str) -> Backend:
+        """Read what a store has through the part of the cache that is on disk, if there is one."""
+        return inner if self._stored is None else CachedBackend(inner, self._stored, store_id)
+
     def open_content(self, content: Content) -> CachedFile:
         """See `file`."""
         decoded = None
@@ -270,6 +281,22 @@ class NodeCache:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _open_stored(self) -> StoredTier | None:
+        if not self.config.bytes:
+            return None
+        directory = self._directory.below(_STORED)
+        try:
+            return StoredTier(
+                directory,
+                self._directory,
+                self.config.bytes,
+                self._clock,
+                is_pinned=self._pins.holds,
+            )
+        except BaseException:
+            directory.close()
+            raise
 
     def _open_decoded(self) -> DecodedTier | None:
         if self.config.memory is None:

@@ -32,7 +32,7 @@ from snapstore.options import StoreOptions
 from snapstore.repository.chains import generation_numbers
 from snapstore.repository.layouts import derive_layout
 from snapstore.repository.lazy import lazy
-from snapstore.repository.objects import EnvelopeReader, about, read_object
+from snapstore.repository.objects import EnvelopeReader, about, forget_cached, read_object
 
 if TYPE_CHECKING:
     import contextlib
@@ -122,6 +122,9 @@ class LoadedRank:
         """
         for number in generation_numbers(self._backend, ObjectKind.LAYOUT, self.id.hex):
             layout = self._read_layout(number)
+            name = f"{self.id.hex}/{number:08d}"
+            if layout is None and forget_cached(self._backend, ObjectKind.LAYOUT, name):
+                layout = self._read_layout(number)
             if layout is not None:
                 return layout
         return derive_layout(self._backend, self.id, self.streams, self.read_extents())

@@ -72,6 +72,7 @@ class Store:
         cache: NodeCache | None = None,
     ) -> None:
         self._cache = cache
+        self._reading = backend if cache is None else cache.backend(backend, config.store_id)
         self._backend = backend
         self._options = options
         self._clock = clock
@@ -230,7 +231,7 @@ class Store:
             named = str(wanted)
             snapshot = resolve_ref(self._backend, wanted.ref).snapshot
         return load_snapshot(
-            self._backend,
+            self._reading,
             snapshot,
             named=named,
             options=self._options,

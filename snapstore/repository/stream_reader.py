@@ -158,13 +158,14 @@ class StreamReader:
             for frame in planned_frames(frames, unit):
                 with errors.about(frame):
                     start = frame.offset - unit.offset
-                    data = _decoded(frame, stored[start : start + frame.stored_length])
+                    data = stored[start : start + frame.stored_length]
+                    check_stored(self._backend, unit.pack, frame, data)
+                    data = _decoded(frame, data)
                 key = FrameKey(unit.pack.raw, *frame[1:])
                 yield key, DecodedFrame(data.toreadonly())
 
 
 def _decoded(frame: PlannedFrame, stored: memoryview) -> memoryview:
-    check_stored(frame, stored)
     if is_stored_raw(frame):
         # A copy: a view would keep all of the read alive for as long as one frame of it is.
         data = np.empty(len(stored), np.uint8).data
