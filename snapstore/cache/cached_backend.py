@@ -6,6 +6,7 @@ be read for as long as the cache has it, also after somebody deleted it from the
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from snapstore.cache.stored import StoredTier
     from snapstore.units import BytesLike
 
-__all__ = ["CachedBackend", "stored_prefix"]
+__all__ = ["CachedBackend"]
 
 _NAMED_BY_CONTENT = frozenset({ObjectKind.PACK, ObjectKind.RANK})
 _PREFIX_BYTES = 8
@@ -33,7 +34,8 @@ class CachedBackend:
         """Keep what is read from `inner`, the storage of one store, apart from that of others."""
         self._inner = inner
         self._tier = tier
-        self._prefix = stored_prefix(inner.capabilities.url, store_id)
+        store = f"{inner.capabilities.url} {store_id}"
+        self._prefix = blake3(os.fsencode(store)).hexdigest(_PREFIX_BYTES)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -43,7 +45,7 @@ class CachedBackend:
     def get_range(self, kind: ObjectKind, name: str, offset: int, into: memoryview) -> None:
         """See `Backend.get_range`."""
         view = into if into.format == "B" else into.cast("B")
-        file = self._file_of(kind, name) if view.nbytes else None
+        file = self.file_name(kind, name) if view.nbytes else None
         if file is None:
             self._inner.get_range(kind, name, offset, into)
             return
@@ -57,9 +59,14 @@ class CachedBackend:
 
     def forget(self, kind: ObjectKind, name: str, offset: int, length: int) -> None:
         """Fetch a range anew when it is wanted next: what the cache has of it is wrong."""
-        file = self._file_of(kind, name)
+        file = self.file_name(kind, name)
         if file is not None:
             self._tier.forget(file, offset, length)
+
+    def holds(self, kind: ObjectKind, name: str, offset: int, length: int) -> bool:
+        """Whether the cache has a range."""
+        file = self.file_name(kind, name)
+        return file is not None and self._tier.holds(file, offset, length)
 
     def put_new(self, kind: ObjectKind, name: str, pieces: Sequence[BytesLike]) -> None:
         """See `Backend.put_new`."""
@@ -80,7 +87,7 @@ class CachedBackend:
     def close(self) -> None:
         """See `Backend.close`."""
 
-    def _file_of(self, kind: ObjectKind, name: str) -> str | None:
+    def file_name(self, kind: ObjectKind, name: str) -> str | None:
         """The name of the cache file of an object; None of what is not cached."""
         if kind in _NAMED_BY_CONTENT:
             return f"{self._prefix}-{kind.value}-{name}"
@@ -90,8 +97,3 @@ class CachedBackend:
             version = f"{found.size_bytes}-{found.modified_ns}"
             return f"{self._prefix}-{kind.value}-{name.replace('/', '.')}-{version}"
         return None
-
-
-def stored_prefix(url: str, store_id: str) -> str:
-    """What the cache files of one store begin with."""
-    return blake3(f"{url} {store_id}".encode()).hexdigest(_PREFIX_BYTES)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from snapstore.backend.direct import copy_bytes, page_aligned
+from snapstore.cache.contents import CacheEntry, CacheTier
 from snapstore.cache.locks import Patience, claim, try_lock_file
 from snapstore.cache.room import Room
 from snapstore.units import MIB, PAGE_BYTES, align_up
@@ -110,6 +111,16 @@ class Cells:
         ):
             last += 1
         return last
+
+    def parts(self, bytes_max: int) -> list[tuple[int, int]]:
+        """Offset and length of what is joined from the first cell to the last."""
+        found = []
+        row = 0
+        while row < self.count:
+            last = self.joined(row, self._starts[-1], bytes_max)
+            found.append((self._starts[row], self._starts[last] - self._starts[row]))
+            row = last
+        return found
 
 
 class Content(Protocol):
@@ -200,6 +211,34 @@ class DecodedTier:
     def occupants(self) -> list[Occupant]:
         """Give the cache files, the one that was unused longest first."""
         return [one for one in self.directory.occupants() if FileKey.of_name(one.name)]
+
+    def entries(self) -> list[CacheEntry]:
+        """What is there, what was unused longest first."""
+        return [self._entry(occupant) for occupant in self.occupants()]
+
+    def _entry(self, occupant: Occupant) -> CacheEntry:
+        key = FileKey.of_name(occupant.name)
+        assert key is not None, occupant.name
+        meta = align_up(key.size_bytes, self.block_bytes)
+        pages = -(-key.size_bytes // PAGE_BYTES)
+        head = b""
+        with contextlib.suppress(OSError):
+            fd = self.directory.open_file(occupant.name, write=False)
+            try:
+                head = os.pread(fd, _HEADER_BYTES + pages, meta)
+            finally:
+                os.close(fd)
+        label = head[_LABEL_AT : _LABEL_AT + _LABEL_BYTES_MAX].rstrip(b"\0")
+        held = head.count(_THERE, _HEADER_BYTES) * PAGE_BYTES
+        return CacheEntry(
+            tier=CacheTier.DECODED,
+            name=occupant.name,
+            label=os.fsdecode(label),
+            size_bytes=key.size_bytes,
+            held_bytes=min(held, key.size_bytes),
+            used_ns=occupant.used_ns,
+            is_pinned=self._is_pinned(occupant.name),
+        )
 
     def evict(self, occupant: Occupant) -> bool:
         """Remove a file unless somebody has it open or pinned it; says whether it did."""

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from snapstore.cache.cached_backend import CachedBackend
 from snapstore.cache.config import CacheConfig, read_config, write_config
-from snapstore.cache.decoded import DecodedTier
+from snapstore.cache.contents import CacheEntry, CacheStats, CacheTier, TierStats
+from snapstore.cache.decoded import FILL_BYTES_MAX, DecodedTier
 from snapstore.cache.directory import CacheDirectory
-from snapstore.cache.pins import Pins
+from snapstore.cache.pins import Pin, Pins
 from snapstore.cache.stored import StoredTier
 from snapstore.clock import Clock, SystemClock
 from snapstore.errors import AccessDenied, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
     from types import TracebackType
 
     from typing_extensions import Buffer
@@ -86,6 +88,13 @@ class CachedFile:
         them in a mapping takes memory.
         """
         return self._decoded is not None and self._decoded.filled(offset, length)
+
+    def parts(self) -> list[tuple[int, int]]:
+        """Divide the file into ranges, offset and length, that are best ensured each as one.
+
+        They cover the file in order and are of 8 MiB at most, but for zeros that are not stored.
+        """
+        return self._content.cells.parts(FILL_BYTES_MAX)
 
     def ensure(self, offset: int, length: int) -> bool:
         """Fetch what is missing of a range. Whoever wants the same meanwhile waits for it.
@@ -239,6 +248,10 @@ class NodeCache:
         """Whether it keeps decoded files in memory."""
         return self._decoded is not None
 
+    def has(self, tier: CacheTier) -> bool:
+        """Whether it has this part."""
+        return (self._stored if tier is CacheTier.PACKS else self._decoded) is not None
+
     def file(self, file: HasContent) -> CachedFile:
         """Read a file of a snapshot through the part of the cache that is in memory.
 
@@ -267,6 +280,86 @@ class NodeCache:
                 _log.debug("%s is not kept in memory: %s", content.label, error)
         return CachedFile(content, decoded)
 
+    def entries(self) -> list[CacheEntry]:
+        """What is in it, of each part what was unused longest first.
+
+        Raises:
+            AccessDenied: It cannot be read.
+        """
+        with self._access("read"):
+            stored = [] if self._stored is None else self._stored.entries()
+            decoded = [] if self._decoded is None else self._decoded.entries()
+            return stored + decoded
+
+    def stats(self) -> CacheStats:
+        """How much is in it.
+
+        Raises:
+            AccessDenied: It cannot be read.
+        """
+        with self._access("read"):
+            return CacheStats(
+                packs=self._tier_stats(self._stored),
+                decoded=self._tier_stats(self._decoded),
+                pins=len(self._pins.all()),
+            )
+
+    def pins(self) -> list[Pin]:
+        """What is pinned.
+
+        Raises:
+            AccessDenied: It cannot be read.
+        """
+        with self._access("read"):
+            return self._pins.all()
+
+    def pin(self, pin: Pin) -> None:
+        """Keep what a snapshot needs; `Store.pin` knows what that is.
+
+        Raises:
+            AccessDenied: It cannot be written.
+        """
+        with self._access("write to"):
+            self._pins.add(pin)
+
+    def unpin(self, snapshot: str) -> bool:
+        """Let what a snapshot needs go when its turn comes; says whether it was pinned.
+
+        Args:
+            snapshot: Its id, in hex.
+
+        Raises:
+            AccessDenied: It cannot be written.
+        """
+        with self._access("write to"):
+            return self._pins.remove(snapshot)
+
+    def evict(
+        self,
+        *,
+        names: Collection[str] | None = None,
+        tiers: Collection[CacheTier] = tuple(CacheTier),
+        keep_bytes: int = 0,
+    ) -> int:
+        """Remove what is neither pinned nor open; gives how many bytes were freed.
+
+        Args:
+            names: Of the cache files that may go; by default all.
+            tiers: Of which parts.
+            keep_bytes: What may stay in each of them: of what was used last.
+
+        Raises:
+            AccessDenied: It cannot be written.
+        """
+        among = None if names is None else frozenset(names)
+        freed = 0
+        with self._access("write to"):
+            if self._stored is not None and CacheTier.PACKS in tiers:
+                freed += self._stored.room.evict(keep_bytes, among=among)
+            if self._decoded is not None and CacheTier.DECODED in tiers:
+                freed += self._decoded.room.evict(keep_bytes, among=among)
+        return freed
+
     def close(self) -> None:
         """Let go of it; files that are open stay so. Idempotent."""
         self._opened.close()
@@ -281,6 +374,27 @@ class NodeCache:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _tier_stats(self, tier: StoredTier | DecodedTier | None) -> TierStats:
+        if tier is None:
+            return TierStats(directory=None, budget_bytes=0, used_bytes=0, pinned_bytes=0, files=0)
+        files = tier.occupants()
+        return TierStats(
+            directory=str(tier.directory.path),
+            budget_bytes=tier.room.budget_bytes,
+            used_bytes=sum(file.size_bytes for file in files),
+            pinned_bytes=sum(file.size_bytes for file in files if self._pins.holds(file.name)),
+            files=len(files),
+        )
+
+    @contextlib.contextmanager
+    def _access(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise AccessDenied(
+                f"cannot {doing} the cache at {self.directory}: {error.strerror or error}"
+            ) from error
 
     def _open_stored(self) -> StoredTier | None:
         if not self.config.bytes:

@@ -101,13 +101,21 @@ class Room:
                 used = _total(self._survey())
                 self._store(self._evict_until(max(used - wanted_bytes, 0)))
 
-    def recount(self) -> int:
-        """Take the count anew, for whoever has removed files."""
-        with self._locked() as locked:
-            used = _total(self._survey())
-            if locked:
-                self._store(used)
-            return used
+    def evict(self, limit_bytes: int, *, among: frozenset[str] | None = None) -> int:
+        """Remove files until no more than that is used; gives how many bytes were freed.
+
+        Args:
+            limit_bytes: What may stay.
+            among: Names of the files that may go; by default all.
+
+        Raises:
+            OSError: The count cannot be used.
+        """
+        with self._locked():
+            before = _total(self._survey())
+            after = self._evict_until(limit_bytes, among=among)
+            self._store(after)
+            return before - after
 
     def close(self) -> None:
         """Close the count. Idempotent."""
@@ -118,13 +126,13 @@ class Room:
     def _make_room(self, needed: int) -> int:
         return self._evict_until(max(self.budget_bytes - needed, 0))
 
-    def _evict_until(self, limit_bytes: int) -> int:
+    def _evict_until(self, limit_bytes: int, *, among: frozenset[str] | None = None) -> int:
         occupants = self._survey()
         used = _total(occupants)
         for occupant in occupants:
             if used <= limit_bytes:
                 break
-            if self._evict(occupant):
+            if (among is None or occupant.name in among) and self._evict(occupant):
                 used -= occupant.size_bytes
         return used
 

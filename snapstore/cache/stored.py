@@ -23,6 +23,7 @@ from blake3 import blake3
 
 from snapstore.backend.descriptors import DescriptorCache
 from snapstore.backend.direct import copy_bytes, page_aligned
+from snapstore.cache.contents import CacheEntry, CacheTier
 from snapstore.cache.locks import Patience, claim
 from snapstore.cache.room import Room
 from snapstore.units import KIB, MIB, PAGE_BYTES, align_up
@@ -97,7 +98,7 @@ class StoredTier:
         self._is_pinned = is_pinned
         self._used_s: dict[str, float] = {}
         self.room = Room(
-            state, "packs.room", budget_bytes, clock, survey=directory.occupants, evict=self.evict
+            state, "packs.room", budget_bytes, clock, survey=self.occupants, evict=self.evict
         )
         self._descriptors = DescriptorCache(self._open, os.close, clock)
 
@@ -123,19 +124,46 @@ class StoredTier:
             finally:
                 os.close(fd)
 
-    def held_bytes(self, name: str) -> int:
-        """How many bytes of an object are there."""
+    def occupants(self) -> list[Occupant]:
+        """Give the cache files, the one that was unused longest first."""
+        return self.directory.occupants()
+
+    def holds(self, name: str, offset: int, length: int) -> bool:
+        """Whether all of a range is there; it is not checked."""
+        _, entries = self._look(name, offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES))
+        return len(entries) > 0 and bool((entries != _ABSENT).all())
+
+    def entries(self) -> list[CacheEntry]:
+        """What is there, what was unused longest first."""
+        found = []
+        for occupant in self.occupants():
+            length, entries = self._look(occupant.name, 0, None)
+            _, _, label = occupant.name.partition("-")
+            found.append(
+                CacheEntry(
+                    tier=CacheTier.PACKS,
+                    name=occupant.name,
+                    label=label,
+                    size_bytes=length,
+                    held_bytes=min(int(np.count_nonzero(entries)) * BLOCK_BYTES, length),
+                    used_ns=occupant.used_ns,
+                    is_pinned=self._is_pinned(occupant.name),
+                )
+            )
+        return found
+
+    def _look(self, name: str, first: int, last: int | None) -> tuple[int, npt.NDArray[np.uint64]]:
+        """The length of an object and the checksums of some blocks; none of what is not there."""
         try:
             fd = self.directory.open_file(name, write=False)
         except OSError:
-            return 0
+            return 0, np.zeros(0, _ENTRY)
         try:
             length = _read_length(fd, name)
-            entries = _read_entries(fd, 0, -(-length // BLOCK_BYTES))
+            end = -(-length // BLOCK_BYTES)
+            return length, _read_entries(fd, first, end if last is None else min(last, end))
         except (OSError, _Damaged):
-            return 0
-        else:
-            return min(int(np.count_nonzero(entries)) * BLOCK_BYTES, length)
+            return 0, np.zeros(0, _ENTRY)
         finally:
             os.close(fd)
 

@@ -28,7 +28,7 @@ from snapstore.errors import (
 )
 from snapstore.format import limits
 from snapstore.format.config import StoreConfig, decode_config, encode_config
-from snapstore.ids import RefName, SnapshotRef, parse_snapshot_ref
+from snapstore.ids import RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
 from snapstore.options import StoreOptions
 from snapstore.progress import ProgressCallback, ProgressMeter
 from snapstore.repository.frame_cache import FrameCache
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
+    from snapstore.cache.contents import CacheTier
     from snapstore.cache.node_cache import NodeCache
     from snapstore.format.rank import RankNumber
     from snapstore.options import Compression
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from snapstore.repository.snapshot_writer import SnapshotWriter
     from snapstore.repository.stats import StoreStats
     from snapstore.repository.summary import SnapshotSummary
+    from snapstore.repository.warming import WarmResult
     from snapstore.repository.write_session import PushResult
     from snapstore.units import BytesLike
 
@@ -405,6 +407,76 @@ class Store:
         from snapstore.repository.hints import get_hint
 
         return get_hint(self._backend, topic, name, limit_bytes=limit_bytes)
+
+    def warm(
+        self,
+        name: SnapshotRef | RefName | str,
+        *,
+        tier: CacheTier | None = None,
+        ranks: Sequence[RankNumber] = (),
+        bytes_per_s: float | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> WarmResult:
+        """Fetch into the node's cache what it lacks of a snapshot.
+
+        What is there already is not fetched again. Safe to interrupt and to repeat.
+
+        Args:
+            name: Which snapshot.
+            tier: Which part of the cache; by default decoded files, if it has that part.
+            ranks: Only these; default all.
+            bytes_per_s: How fast to read from the store at most.
+            progress: Told how far it is.
+
+        Raises:
+            UsageError: No cache was opened with the store, or it has no such part.
+            LookupFailed: There is no such snapshot.
+            IntegrityError: Bytes are damaged or gone.
+        """
+        from snapstore.backend.paced import PacedBackend
+        from snapstore.repository.warming import warm_snapshot, warmed_tier
+
+        tier = warmed_tier(self._cache, tier)
+        snapshot = self.snapshot(name)
+        paced = None
+        if bytes_per_s is not None and self._cache is not None:
+            paced = PacedBackend(self._backend, self._clock, bytes_per_s=bytes_per_s)
+            reading = self._cache.backend(paced, self.config.store_id)
+            snapshot = dataclasses.replace(snapshot, backend=reading)
+        meter = ProgressMeter(progress)
+        try:
+            return warm_snapshot(snapshot, self._options, meter, tier=tier, ranks=ranks)
+        except BaseException:
+            if paced is not None:
+                paced.stop()
+            raise
+
+    def pin(self, name: SnapshotRef | RefName | str) -> SnapshotId:
+        """Keep in the node's cache what it has, and will have, of a snapshot.
+
+        `NodeCache.unpin` takes that back.
+
+        Raises:
+            UsageError: No cache was opened with the store.
+            LookupFailed: There is no such snapshot.
+        """
+        from snapstore.repository.warming import pin_snapshot
+
+        return pin_snapshot(self.snapshot(name), str(name))
+
+    def evict(self, name: SnapshotRef | RefName | str) -> int:
+        """Remove from the node's cache what it has of a snapshot, unless it is pinned or open.
+
+        Returns:
+            How many bytes were freed.
+
+        Raises:
+            UsageError: No cache was opened with the store.
+            LookupFailed: There is no such snapshot.
+        """
+        from snapstore.repository.warming import evict_snapshot
+
+        return evict_snapshot(self.snapshot(name))
 
     def _refuse_overlap(self, directory: Path) -> None:
         """Refuse a tree that contains the store, or that the store contains."""
