@@ -92,7 +92,7 @@ class CachedFile:
     def parts(self) -> list[tuple[int, int]]:
         """Divide the file into ranges, offset and length, that are best ensured each as one.
 
-        They cover the file in order and are of 8 MiB at most, but for zeros that are not stored.
+        They cover the file in order and are of 16 MiB at most, but for zeros that are not stored.
         """
         return self._content.cells.parts(FILL_BYTES_MAX)
 
