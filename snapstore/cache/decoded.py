@@ -503,8 +503,6 @@ class DecodedFile:
         """
         cells = self._content.cells
         stop = cells.joined(row, end, FILL_BYTES_MAX)
-        if into is not None and cells.begin(stop) > end and stop > row + 1:
-            stop -= 1  # What is wanted whole goes straight to where it is wanted.
         try:
             with claim(self._reopen, cells.begin(row), cells.begin(stop)) as claimed:
                 return self._fetch_claimed(row, cells.at(claimed), offset, into)
@@ -525,15 +523,12 @@ class DecodedFile:
                 _, target = _within(begin, end, offset, into)
                 np.frombuffer(target, np.uint8)[:] = 0
             return stop
-        direct = into is not None and offset <= begin and end <= offset + into.nbytes
-        if direct:
-            assert into is not None
-            data = into[begin - offset : end - offset]
-        else:
-            data = _scratch.take(end - begin)
+        # Not in memory of the reader's: who has that as well could change it between the check of
+        # it here and its way to other readers.
+        data = _scratch.take(end - begin)
         self._content.fetch(begin, data)
         is_kept = self._keep(begin, data)
-        if into is not None and not direct:
+        if into is not None:
             at, target = _within(begin, end, offset, into)
             copy_bytes(target, data[at - begin : at - begin + target.nbytes])
         return stop if is_kept or into is not None else row - 1
