@@ -45,6 +45,7 @@ SOCKET_VARIABLE: Final = "SNAPAGENT_SOCKET"
 BROKER_VARIABLE: Final = "SNAPAGENT_MEMORY_SOCKET"
 """What workloads are told by: `snapagent.workload` reads the same."""
 STORE_VARIABLE: Final = "SNAPSTORE_URL"
+NODE_CACHE_VARIABLE: Final = "SNAPSTORE_CACHE"
 
 CONFIG_PATH: Final = Path("/etc/snapagent.toml")
 CONFIG_BYTES_MAX: Final = 1 << 20
@@ -177,6 +178,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     cache: Annotated[str, msgspec.Meta(description="Decoded frames that each open store keeps")] = (
         "64MiB"
     )
+    node_cache: Annotated[
+        str,
+        msgspec.Meta(
+            pattern="^(/|$)",
+            description="Directory of the node's cache, which restores read through; empty: none",
+        ),
+    ] = ""
     integrity: Annotated[
         Literal["strong", "fast"],
         msgspec.Meta(description="What is checked of what is read, unless a request says it"),
@@ -264,6 +272,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.agent.broker_path
 
     @property
+    def node_cache_directory(self) -> Path | None:
+        """Where the node's cache is, if there is one."""
+        return Path(self.node_cache) if self.node_cache else None
+
+    @property
     def agent(self) -> AgentConfig:
         """The part that captures and restores need."""
         return AgentConfig.from_settings(self)
@@ -275,6 +288,7 @@ _VARIABLES: Final = {
     "state_directory": STATE_VARIABLE,
     "store": STORE_VARIABLE,
     "broker_socket": BROKER_VARIABLE,
+    "node_cache": NODE_CACHE_VARIABLE,
 }
 """Those that are not named after their key."""
 

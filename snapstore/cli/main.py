@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from snapstore.cli.cache import cache
 from snapstore.cli.diff import diff
 from snapstore.cli.init import init
 from snapstore.cli.ls import ls
@@ -24,6 +25,7 @@ app = new_program(
 for _command in (init, push, pull, ls, show, diff, stats, rm, validate_backend):
     app.command()(_command)
 app.add_typer(tag)
+app.add_typer(cache)
 
 
 def run() -> None:

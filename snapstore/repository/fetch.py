@@ -20,6 +20,7 @@ from snapstore.repository.stored_frames import FrameErrors, check_stored, is_sto
 
 if TYPE_CHECKING:
     from snapstore.backend.base import Backend
+    from snapstore.ids import PackId
     from snapstore.repository.verifier import ChunkVerifier
 
 __all__ = ["fetch_plan"]
@@ -28,7 +29,7 @@ Place = Callable[[Destination, memoryview], None]
 """Takes bytes to where they belong; called from many threads; the view is valid only meanwhile."""
 
 
-def fetch_plan(
+def fetch_plan(  # noqa: PLR0913 - named, and each of them is one decision of the caller's
     backend: Backend,
     plan: ReadPlan,
     place: Place,
@@ -38,6 +39,7 @@ def fetch_plan(
     verifiers: Sequence[ChunkVerifier] = (),
     skip: Callable[[ReadUnit], bool] = lambda _: False,
     done: Callable[[ReadUnit], None] = lambda _: None,
+    elsewhere: Callable[[ReadUnit], bool] = lambda _: False,
 ) -> None:
     """Read all that a plan says and hand every run of bytes to `place`.
 
@@ -50,13 +52,17 @@ def fetch_plan(
         verifiers: One per layout of the plan for strong integrity; none for fast.
         skip: Reads that need not be done again.
         done: Told of each read whose bytes are all placed.
+        elsewhere: Places the bytes of a read from somewhere else, and says whether it did; called
+            from many threads.
 
     Raises:
         MissingPack: A pack is gone.
         DigestMismatch: Bytes are not what they should be.
         Malformed: A frame does not decode.
     """
-    _Fetch(backend, plan, place, verifiers, read_bytes_max, threads).run(threads, skip, done)
+    _Fetch(backend, plan, place, verifiers, read_bytes_max, threads).run(
+        threads, skip, done, elsewhere
+    )
 
 
 class _Fetch:
@@ -83,6 +89,7 @@ class _Fetch:
         threads: int,
         skip: Callable[[ReadUnit], bool],
         done: Callable[[ReadUnit], None],
+        elsewhere: Callable[[ReadUnit], bool],
     ) -> None:
         pending = _Shares([unit for unit in self._plan.units if not skip(unit)], threads)
 
@@ -92,7 +99,8 @@ class _Fetch:
                     unit = pending.take(worker)
                     if unit is None:
                         return
-                    self._read(unit)
+                    if not elsewhere(unit):
+                        self._read(unit)
                     done(unit)
             except BaseException:
                 self._stop.set()
@@ -114,11 +122,11 @@ class _Fetch:
             errors = FrameErrors(unit.pack)
             for frame in self._plan.frames_of(unit):
                 with errors.about(frame):
-                    self._frame(frame, stored[frame.offset - unit.offset :])
+                    self._frame(unit.pack, frame, stored[frame.offset - unit.offset :])
 
-    def _frame(self, frame: PlannedFrame, stored: memoryview) -> None:
+    def _frame(self, pack: PackId, frame: PlannedFrame, stored: memoryview) -> None:
         data = stored[: frame.stored_length]
-        check_stored(frame, data)
+        check_stored(self._backend, pack, frame, data)
         if is_stored_raw(frame):
             self._distribute(frame.row, data)
             return

@@ -17,7 +17,9 @@ from typing_extensions import override
 from snapstore.errors import PathNotFound, UsageError
 from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.fstree import show_path
+from snapstore.repository.file_content import CACHED_BYTES_MIN, FileContent, content_digest
 from snapstore.repository.file_ranges import FileRange, divide_file
+from snapstore.repository.lazy import lazy
 from snapstore.repository.memory import READ_BYTES
 from snapstore.repository.objects import about
 from snapstore.repository.range_reader import RangeReader
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from snapstore.cache.node_cache import CachedFile
     from snapstore.format.rank import RankNumber
     from snapstore.options import Integrity
     from snapstore.repository.frame_cache import FrameCache
@@ -213,6 +216,17 @@ class SnapshotFiles:
         reader = self._readers_of(file).streaming
         reader.read_into(file.stream, file.offset + offset, into)
 
+    def content_digest(self, entry: SnapshotEntry) -> bytes:
+        """Digest that content of the same length shares only if it has the same bytes.
+
+        Raises:
+            IntegrityError: The tables of the rank are damaged or gone.
+        """
+        file = self._first_name(self._entries[entry.path])
+        verifier = self._readers_of(file).cached.verifier if file.size_bytes else None
+        rank = self._ranks[self._rank_of[file.path]].id
+        return content_digest(verifier, rank, self._snapshot.backend.capabilities.url, file)
+
     def ranges(
         self, entry: SnapshotEntry, *, about_bytes: int, zeros_bytes_min: int
     ) -> list[FileRange]:
@@ -228,6 +242,13 @@ class SnapshotFiles:
             about_bytes=about_bytes,
             zeros_bytes_min=zeros_bytes_min,
         )
+
+    def cached(self, file: SnapshotFile) -> CachedFile | None:
+        """Open a file in the node's cache, if there is one that has a use for it."""
+        cache = self._snapshot.node_cache
+        if cache is None or not cache.has_decoded or file.size_bytes < CACHED_BYTES_MIN:
+            return None
+        return cache.file(file)
 
     def _readers_of(self, file: TreeEntry) -> _RankReaders:
         number = self._rank_of[file.path]
@@ -286,6 +307,27 @@ class SnapshotFile(io.RawIOBase):
         self._position = 0
         self.entry = entry
 
+    def content(self) -> FileContent:
+        """What the node's cache needs to know of it (`NodeCache.file`).
+
+        Raises:
+            IntegrityError: The tables of the rank are damaged or gone.
+        """
+        self._require_open()
+        return FileContent(self._files, self.entry)
+
+    @lazy
+    def _cached(self) -> CachedFile | None:
+        return self._files.cached(self)
+
+    @override
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        cached = vars(self).pop("_cached", None)
+        if cached is not None:
+            cached.close()
+        super().close()
+
     @property
     def name(self) -> str:
         """The path in the snapshot."""
@@ -311,7 +353,8 @@ class SnapshotFile(io.RawIOBase):
         if offset < 0 or size_bytes < 0:
             raise ValueError(f"not a range: {size_bytes} bytes at {offset}")
         data = bytearray(max(0, min(size_bytes, self.size_bytes - offset)))
-        self._files.read_into(self.entry, offset, memoryview(data))
+        if data:
+            self.read_into(offset, data)
         return bytes(data)
 
     def read_into(self, offset: int, buffer: Buffer, *, streaming: bool = False) -> None:
@@ -347,7 +390,9 @@ class SnapshotFile(io.RawIOBase):
                 raise TypeError("cannot read into a buffer that is read-only")
             with view.cast("B") as into:
                 self._require_within(offset, into.nbytes)
-                if streaming:
+                if self._cached is not None:
+                    self._cached.read_into(offset, into)
+                elif streaming:
                     self._files.stream_into(self.entry, offset, into)
                 else:
                     self._files.read_into(self.entry, offset, into)
@@ -407,7 +452,9 @@ class SnapshotFile(io.RawIOBase):
         """Fill a buffer from the position on, fewer bytes only at the end of the file."""
         self._require_open()
         with memoryview(buffer) as view, view.cast("B") as into:
-            count = self._files.read_into(self.entry, self._position, into)
+            count = max(0, min(into.nbytes, self.size_bytes - self._position))
+            if count:
+                self.read_into(self._position, into[:count])
         self._position += count
         return count
 
