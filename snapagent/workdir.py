@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from typing import TYPE_CHECKING
@@ -27,6 +28,9 @@ _NAME_BYTES = 4
 _SOCKET_PATH_BYTES_MAX = 107
 """`sun_path`, less its NUL."""
 _LONGEST_SOCKET = "streamer-capture.sock"
+_OURS = re.compile(r"(?:capture-[0-9]{1,10}|restore-[0-9a-f]{8})")
+"""Names of work directories. Whatever else lies beside them is somebody's: the run directory may be
+one that others use as well."""
 
 
 class WorkDirectory:
@@ -114,6 +118,8 @@ def remove_abandoned(config: AgentConfig) -> tuple[list[str], list[str]]:
 def _remove_abandoned(parent: Path) -> tuple[list[str], list[str]]:
     removed, busy = [], []
     for path in parent.iterdir():
+        if _OURS.fullmatch(path.name) is None:
+            continue
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from snapagent.config import AgentConfig
-from snapagent.workdir import work_directory
+from snapagent.workdir import remove_abandoned, work_directory
 
 WORKERS = 8
 ROUNDS = 20
@@ -39,6 +39,21 @@ def test_abandoned_ones_are_removed(short_path: Path) -> None:
     (short_path / "run" / "restore-0a0b0c0d").mkdir(parents=True)
     with (
         work_directory(config, "restore") as one,
-        work_directory(config, "capture") as other,
+        work_directory(config, "capture", only_of=7) as other,
     ):
         assert set((short_path / "run").iterdir()) == {one.path, other.path}
+
+
+def test_what_others_keep_in_the_run_directory_is_left_alone(short_path: Path) -> None:
+    """A run directory that was chosen badly, such as /tmp, loses nothing by that."""
+    config = AgentConfig(criu=short_path / "criu", run_directory=short_path)
+    kept = [short_path / name for name in ("home", "restore-mine", "capture-", "restore-0a0b0c0d1")]
+    for folder in kept:
+        folder.mkdir()
+        (folder / "file").touch()
+    (short_path / "capture-4711").mkdir()
+    with work_directory(config, "restore"):
+        pass
+    assert remove_abandoned(config) == ([], [])
+    assert sorted(short_path.iterdir()) == sorted(kept)
+    assert all((folder / "file").exists() for folder in kept)
