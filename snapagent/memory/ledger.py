@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["BrokerLimits", "Ledger", "Refused", "Region", "Session", "State", "session_id"]
 
 _ADDRESS_MAX = 1 << 57
+_NUMBER_MAX = (1 << 32) - 1
+"""Of a region. Numbers go to the holder and into snapshots, many at a time: they have to be short."""
 
 
 def machine_bytes() -> int:
@@ -158,6 +160,8 @@ class Ledger:
         """
         limits = self.limits
         length, number = region.length, region.number
+        if not 0 <= number <= _NUMBER_MAX:
+            raise Refused("wrong", f"a region has a number up to {_NUMBER_MAX}")
         if number in session.regions:
             raise Refused("wrong", f"there is a region {number} already")
         if length <= 0 or (length | region.address) % PAGE_BYTES or region.address <= 0:

@@ -156,6 +156,8 @@ def test_no_messages_end_the_connection_and_nothing_else(
     ("values", "words"),
     [
         ({"number": 1}, "there is a region 1 already"),
+        ({"number": -1, "address": PAGE}, "a number up to"),
+        ({"number": 10**4000, "address": PAGE}, "a number up to"),
         ({"address": 1 << 30}, "region 1 is at"),
         ({"address": (1 << 30) + 1}, "are no pages"),
         ({"address": 0}, "are no pages"),
