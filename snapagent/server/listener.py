@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-__all__ = ["CONNECTIONS_MAX", "Acceptor", "daemon_lock", "listening"]
+__all__ = ["CONNECTIONS_MAX", "Acceptor", "daemon_lock", "group_id", "listening"]
 
 CONNECTIONS_MAX: Final = 512
 CONNECTIONS_OF_ONE_MAX: Final = 64
@@ -35,6 +35,8 @@ _RUN_MODE = 0o711
 _PASS_MODE = 0o111
 """Others may pass through to the socket, and see nothing."""
 _ACCEPT_PAUSE_S = 0.1
+_GROUP_MAX = (1 << 32) - 2
+"""The one above it means none to the kernel."""
 
 
 @contextlib.contextmanager
@@ -76,7 +78,7 @@ def listening(path: Path, group: str) -> Iterator[tuple[socket.socket, bool]]:
         AgentError: It cannot be made there.
         ConfigInvalid: There is no such group.
     """
-    gid = _group(group)
+    gid = group_id(group)
     try:
         path.parent.mkdir(mode=_RUN_MODE, parents=True, exist_ok=True)
         # Commands without a daemon make it for root alone.
@@ -100,17 +102,24 @@ def listening(path: Path, group: str) -> Iterator[tuple[socket.socket, bool]]:
             path.unlink(missing_ok=True)
 
 
-def _group(group: str) -> int:
+def group_id(group: str) -> int:
+    """Return the group of the socket; this process's own if none is named.
+
+    Raises:
+        ConfigInvalid: There is no such group.
+    """
     if not group:
         return os.getegid()
-    if group.isdecimal():
-        return int(group)
     try:
-        return grp.getgrnam(group).gr_gid
-    except KeyError as error:
+        # It need not have a name.
+        number = int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+        if number > _GROUP_MAX:
+            raise KeyError(group)
+    except (KeyError, ValueError) as error:
         raise ConfigInvalid(
             f"there is no group {group!r}", next_step="make it, or change socket_group"
         ) from error
+    return number
 
 
 def _remove_stale(path: Path) -> bool:

@@ -264,10 +264,16 @@ def test_check(plain_agent: Agent) -> None:
     assert json.loads(good.communicate(timeout=60)[0])["store"] == plain_agent.url
     assert good.returncode == 0
     assert not plain_agent.run_directory.exists()
-    (plain_agent.folder / "agent.toml").write_text("jobs = 3\n", encoding="utf-8")
-    bad = program(plain_agent, "run", "--check", **pipes)
-    assert "jobs: there is no such key" in bad.communicate(timeout=60)[1]
-    assert bad.returncode == 2
+    wrong = {
+        "jobs = 3": "jobs: there is no such key",
+        'socket_group = "no-such-group"': "there is no group 'no-such-group'",
+        f'socket_group = "{1 << 32}"': "there is no group",
+    }
+    for line, said in wrong.items():
+        (plain_agent.folder / "agent.toml").write_text(f"{line}\n", encoding="utf-8")
+        bad = program(plain_agent, "run", "--check", **pipes)
+        assert said in bad.communicate(timeout=60)[1]
+        assert bad.returncode == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
