@@ -141,7 +141,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         gid: Of which group, the user's own or one of the others that it is in.
         may: What.
         names: Globs of `NAME:TAG`; one without a colon is for every tag. `*` crosses slashes.
-        stores: Globs of URLs, for other stores than that of the configuration.
+        stores: Globs of URLs, for other stores than that of the configuration. Parameters, from `?`
+            on, have to fit those of the glob.
         any_process: Whether processes of other users may be captured, or their namespaces entered.
     """
 

@@ -110,15 +110,14 @@ def group_id(group: str) -> int:
     """
     if not group:
         return os.getegid()
-    try:
+    number: int | None = None
+    with contextlib.suppress(KeyError, ValueError):
         # It need not have a name.
         number = int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
-        if number > _GROUP_MAX:
-            raise KeyError(group)
-    except (KeyError, ValueError) as error:
+    if number is None or number > _GROUP_MAX:
         raise ConfigInvalid(
             f"there is no group {group!r}", next_step="make it, or change socket_group"
-        ) from error
+        )
     return number
 
 
