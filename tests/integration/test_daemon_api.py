@@ -312,3 +312,17 @@ def test_companions_serve_as_long_as_the_daemon(plain_agent: Agent) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read().splitlines()[-1] == "companion is closed"
     assert process.returncode == 0
+
+
+def test_only_the_run_directory_is_opened_for_others(plain_agent: Agent, tmp_path: Path) -> None:
+    """A socket may be put into a directory that others must not enter: that is not changed."""
+    plain_agent.run_directory.mkdir(mode=0o700)
+    tmp_path.chmod(0o700)
+    with running_daemon(plain_agent, f'socket = "{tmp_path}/a.sock"\n'):
+        assert (tmp_path / "a.sock").is_socket()
+        assert tmp_path.stat().st_mode & 0o777 == 0o700
+        assert plain_agent.run_directory.stat().st_mode & 0o777 == 0o711
+    plain_agent.run_directory.chmod(0o777)
+    process = program(plain_agent, "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert "other users may change" in process.communicate(timeout=60)[1]
+    assert process.returncode == 1

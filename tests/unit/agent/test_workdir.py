@@ -1,5 +1,7 @@
 """Tests of work directories: each is its maker's own, and goes with it."""
 
+import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from snapagent.config import AgentConfig
+from snapagent.errors import AgentError
 from snapagent.workdir import remove_abandoned, work_directory
 
 WORKERS = 8
@@ -42,6 +45,23 @@ def test_abandoned_ones_are_removed(short_path: Path) -> None:
         work_directory(config, "capture", only_of=7) as other,
     ):
         assert set((short_path / "run").iterdir()) == {one.path, other.path}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="other users need root")
+def test_others_may_not_write_where_scripts_for_criu_lie(short_path: Path) -> None:
+    config = AgentConfig(criu=short_path / "criu", run_directory=short_path)
+    for mode, owner, allowed in [
+        (0o711, 0, True),
+        (0o1777, 0, True),
+        (0o777, 0, False),
+        (0o730, 0, False),
+        (0o700, 65534, False),
+    ]:
+        short_path.chmod(mode)
+        os.chown(short_path, owner, -1)
+        refusal = pytest.raises(AgentError, match="other users may change")
+        with contextlib.nullcontext() if allowed else refusal, work_directory(config, "restore"):
+            pass
 
 
 def test_what_others_keep_in_the_run_directory_is_left_alone(short_path: Path) -> None:
