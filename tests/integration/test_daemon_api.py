@@ -18,6 +18,7 @@ from snapagent.server.routes import ROUTES
 from tests.support.agent import ROOT, Agent
 from tests.support.daemon import Daemon, program, running_daemon
 from tests.support.users import NOBODY, as_nobody
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.criu,
@@ -326,3 +327,15 @@ def test_only_the_run_directory_is_opened_for_others(plain_agent: Agent, tmp_pat
     process = program(plain_agent, "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert "other users may change" in process.communicate(timeout=60)[1]
     assert process.returncode == 1
+
+
+def test_requests_that_are_cut_off_do_not_fill_the_log(daemon: Daemon) -> None:
+    """Goal: whoever may connect cannot write into the log as often as it likes."""
+    head = b"POST /v1/captures HTTP/1.1\r\nHost: agent\r\nContent-Type: application/json\r\n"
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as cut:
+            cut.connect(str(daemon.socket))
+            cut.sendall(head + b'Content-Length: 100\r\n\r\n{"na')
+    cut_off = 'operation="POST /v1/captures",status="400"} 3.0'
+    wait_until(lambda: cut_off in daemon.ask("GET", "/v1/metrics").body.decode(), "their ends")
+    assert "Traceback" not in daemon.log.read_text(encoding="utf-8")
