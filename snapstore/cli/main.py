@@ -11,6 +11,7 @@ import typer
 from snapstore.cli.diff import diff
 from snapstore.cli.init import init
 from snapstore.cli.ls import ls
+from snapstore.cli.mount import mount, umount
 from snapstore.cli.pull import pull
 from snapstore.cli.push import push
 from snapstore.cli.rm import rm
@@ -36,7 +37,19 @@ app = typer.Typer(
     "5 store unreachable or access denied, 6 conflict or lease lost, 7 refused, 8 no space, "
     "130 interrupted.",
 )
-for _command in (init, push, pull, ls, show, diff, stats, rm, validate_backend):
+for _command in (
+    init,
+    push,
+    pull,
+    mount,
+    umount,
+    ls,
+    show,
+    diff,
+    stats,
+    rm,
+    validate_backend,
+):
     app.command()(_command)
 app.add_typer(tag)
 

@@ -26,7 +26,7 @@ from snapstore.target.checks import checked_entries
 from snapstore.units import KIB, MIB, PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -115,7 +115,8 @@ class SnapshotFiles:
         self._ranks = ranks
         self._cache = cache
         self._integrity = integrity
-        self._lock = threading.Lock()
+        # One a rank: who waits for the tables of one does not hold up readers of others.
+        self._locks = [threading.Lock() for _ in ranks]
         self._readers: dict[int, _RankReaders] = {}
         self._rank_of: dict[bytes, int] = {}
         for number, rank in enumerate(ranks):
@@ -124,6 +125,11 @@ class SnapshotFiles:
                 self._rank_of.setdefault(entry.path, number)
         with about(f"snapshot {snapshot.id.short}", next_step="open another snapshot"):
             self._entries = checked_entries(entry for rank in ranks for entry in rank.tree)
+
+    @property
+    def ranks(self) -> Sequence[LoadedRank]:
+        """The ranks whose trees these are."""
+        return self._ranks
 
     def walk(self) -> Iterator[SnapshotEntry]:
         """Give all paths in the order of their bytes, the root first."""
@@ -220,7 +226,9 @@ class SnapshotFiles:
         file = self._first_name(self._entries[entry.path])
         if not file.size_bytes:
             return []
-        segments = self._readers_of(file).cached.segments
+        cached = self._readers_of(file).cached
+        cached.check_zeros()
+        segments = cached.segments
         return divide_file(
             segments,
             segments.base(file.stream) + file.offset,
@@ -229,10 +237,36 @@ class SnapshotFiles:
             zeros_bytes_min=zeros_bytes_min,
         )
 
+    def data_bytes(self, entry: SnapshotEntry) -> int:
+        """Tell how many bytes of a file are stored: all that the layout does not call zeros.
+
+        Raises:
+            IntegrityError: The tables of its rank are damaged or gone.
+        """
+        file = self._first_name(self._entries[entry.path])
+        if not file.size_bytes:
+            return 0
+        segments = self._readers_of(file).cached.segments
+        begin = segments.base(file.stream) + file.offset
+        return segments.data_bytes(begin, begin + file.size_bytes)
+
+    def load_tables(self, number: int) -> None:
+        """Read the tables of the rank at this place of the list of ranks, if that is still to do.
+
+        Else the first who asks for bytes of a file of it waits for that.
+
+        Raises:
+            IntegrityError: They are damaged or gone.
+        """
+        readers = self._tables(number)
+        _ = readers.cached.segments.uses
+
     def _readers_of(self, file: TreeEntry) -> _RankReaders:
-        number = self._rank_of[file.path]
+        return self._tables(self._rank_of[file.path])
+
+    def _tables(self, number: int) -> _RankReaders:
         # Under the lock: loading the tables of a rank twice would cost twice their memory.
-        with self._lock:
+        with self._locks[number]:
             readers = self._readers.get(number)
             if readers is None:
                 backend = self._snapshot.backend

@@ -1,0 +1,149 @@
+"""Taking mounts away: ours when asked, and dead ones that would be in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+from snapstore.clock import SystemClock
+from snapstore.errors import ConcurrencyError, LookupFailed, TargetError, UsageError
+from snapstore.mount.table import TYPE, is_dead, mounted_at
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["clear_dead", "detach", "unmount"]
+
+_COMMAND_S_MAX = 30.0
+_POLL_S = 0.01
+
+
+class MountBusy(ConcurrencyError):
+    """Somebody uses the mount; it is as it was."""
+
+    retryable = True
+
+
+def unmount(directory: Path, *, force: bool = False, lazy: bool = False, wait_s: float) -> bool:
+    """Take a mount away; returns when it and its daemon are gone.
+
+    Args:
+        directory: The mount point.
+        force: Fail what readers wait for, and detach.
+        lazy: Detach at once; the daemon ends when the last file is closed, which is not waited for.
+        wait_s: How long to wait for the end of the daemon.
+
+    Returns:
+        Whether the daemon is known to have ended.
+
+    Raises:
+        LookupFailed: Nothing is mounted there.
+        UsageError: Something else is mounted there.
+        ConcurrencyError: It is in use.
+    """
+    found = mounted_at(directory)
+    if found is None:
+        raise LookupFailed(
+            f"nothing is mounted on {str(directory)!r}", next_step="`findmnt` lists all mounts"
+        )
+    if found.type != TYPE:
+        raise UsageError(
+            f"what is mounted on {str(directory)!r} is no snapshot, but of type {found.type}",
+            next_step="use `umount`",
+        )
+    # Asked while it answers; a dead one has no daemon to wait for.
+    daemon = None if is_dead(directory) else _daemon(directory)
+    try:
+        if force:
+            _try_command(["umount", "--force", str(directory)])
+        if mounted_at(directory) is not None:
+            detach(directory, lazy=lazy or force)
+        return lazy or daemon is None or _ended(daemon, wait_s)
+    finally:
+        if daemon is not None:
+            os.close(daemon)
+
+
+def clear_dead(directory: Path) -> bool:
+    """Take away a mount of ours whose daemon is gone, and whatever dead one is below it.
+
+    Returns:
+        Whether there was one.
+    """
+    was_there = False
+    while True:
+        found = mounted_at(directory)
+        if found is None or not found.type.startswith("fuse") or not is_dead(directory):
+            return was_there
+        detach(directory, lazy=True)
+        was_there = True
+
+
+def detach(directory: Path, *, lazy: bool) -> None:
+    """Unmount by the system's programs: as root by `umount`, else by `fusermount3`.
+
+    Raises:
+        ConcurrencyError: It is in use.
+        TargetError: It cannot be unmounted.
+    """
+    if os.geteuid() == 0:
+        command = ["umount", *(["--lazy"] if lazy else []), str(directory)]
+    else:
+        command = ["fusermount3", "-u", *(["-z"] if lazy else []), str(directory)]
+    complaint = _try_command(command)
+    if complaint is None or mounted_at(directory) is None:
+        return
+    if "busy" in complaint:
+        raise MountBusy(
+            f"the mount on {str(directory)!r} is in use",
+            next_step="end what uses it (`fuser -vm DIR` lists that), or add --lazy",
+        )
+    raise TargetError(
+        f"cannot unmount {str(directory)!r}: {complaint}",
+        next_step="unmount it as the user who has mounted it, or as root",
+    )
+
+
+def _try_command(command: list[str]) -> str | None:
+    """Run a program; what it complains about, or None if it did what it should."""
+    program = shutil.which(command[0])
+    if program is None:
+        raise TargetError(
+            f"there is no {command[0]} on this machine",
+            next_step="install Debian's packages mount and fuse3, or their like",
+        )
+    done = subprocess.run(  # noqa: S603 - fixed programs, no shell
+        [program, *command[1:]],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=_COMMAND_S_MAX,
+        check=False,
+    )
+    return None if done.returncode == 0 else done.stderr.strip() or f"status {done.returncode}"
+
+
+def _daemon(directory: Path) -> int | None:
+    """Open the process that serves a mount, if it says and can be seen."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        document = json.loads((directory / ".snapstore" / "mount.json").read_bytes())
+        return os.pidfd_open(int(document["pid"]))
+    return None
+
+
+def _ended(daemon: int, wait_s: float) -> bool:
+    clock = SystemClock()
+    deadline_s = clock.monotonic_s() + wait_s
+    poll = select.poll()
+    poll.register(daemon, select.POLLIN)
+    left_s = wait_s
+    while left_s > 0:
+        if poll.poll(left_s * 1000):
+            return True
+        left_s = deadline_s - clock.monotonic_s()
+    return False
