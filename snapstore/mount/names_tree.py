@@ -112,6 +112,7 @@ class NamesTree:
             links=2,
             mtime_ns=self._mtime_ns,
             settled=False,
+            keeps_name=False,
         )
 
     def target(self, local: int) -> bytes:

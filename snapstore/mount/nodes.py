@@ -56,6 +56,7 @@ class Attributes:
         data_bytes: What of it is not a hole.
         mtime_ns: Modification time.
         settled: Whether all of this stays so for as long as the number is used.
+        keeps_name: Whether its name never comes to mean another node.
     """
 
     inode: int
@@ -67,6 +68,7 @@ class Attributes:
     data_bytes: int = 0
     mtime_ns: int = 0
     settled: bool = True
+    keeps_name: bool = True
 
 
 class Tree(Protocol):

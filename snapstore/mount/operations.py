@@ -37,7 +37,9 @@ Runs = list[tuple[int, int]]
 _SETTLED_S = 86_400.0
 """How long the kernel may believe what never changes."""
 
-_UNSETTLED_S = 1.0
+_NAME_S = 1.0
+"""How long it may believe in names that come and go."""
+
 _BLOCK_BYTES = 512
 _NAME_BYTES_MAX = 255
 _TREE_THREADS = 8
@@ -274,6 +276,6 @@ def _entry(attributes: Attributes) -> pyfuse3.EntryAttributes:
     entry.st_blksize = 4096
     entry.st_blocks = -(-attributes.data_bytes // _BLOCK_BYTES)
     entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = attributes.mtime_ns
-    valid_s = _SETTLED_S if attributes.settled else _UNSETTLED_S
-    entry.entry_timeout = entry.attr_timeout = valid_s
+    entry.entry_timeout = _SETTLED_S if attributes.keeps_name else _NAME_S
+    entry.attr_timeout = _SETTLED_S if attributes.settled else 0
     return entry

@@ -194,9 +194,8 @@ class _Mount:
         except SnapError as error:
             log.warning("stopped fetching everything: %s", error)
         else:
-            log.info(
-                "fetched %s" if done else "fetched what memory has room for of %s", snapshot.id
-            )
+            what = "all" if done else "what memory has room for"
+            log.info("fetched %s of snapshot %s", what, snapshot.id.short)
 
     def _open_content(self, file: SnapshotFile) -> Content:
         return OwnContent(file, self._memory)

@@ -172,6 +172,7 @@ class SnapshotTree:
                     links=2,
                     mtime_ns=self._created_ns,
                     settled=False,
+                    keeps_name=False,
                 )
         if local >= CONTROL:
             return now.control.attributes(local)
@@ -185,6 +186,7 @@ class SnapshotTree:
             size_bytes=len(entry.target) if entry.type is EntryType.SYMLINK else entry.size_bytes,
             data_bytes=self._data_bytes(now, entry),
             mtime_ns=entry.mtime_ns,
+            keeps_name=local != ROOT,
         )
 
     def target(self, local: int) -> bytes:

@@ -53,7 +53,8 @@ def mounted_at(directory: Path) -> Mounted | None:
 def is_dead(directory: Path) -> bool:
     """Whether a file system is mounted there whose daemon is gone."""
     try:
-        directory.stat()
+        # What `stat` tells may be what the kernel remembers; this is always asked.
+        os.statvfs(directory)
     except OSError as error:
         return error.errno in _DEAD
     return False

@@ -23,6 +23,10 @@ _COMMAND_S_MAX = 30.0
 _POLL_S = 0.01
 
 
+class NotMounted(LookupFailed):
+    """Nothing is mounted there."""
+
+
 class MountBusy(ConcurrencyError):
     """Somebody uses the mount; it is as it was."""
 
@@ -48,7 +52,7 @@ def unmount(directory: Path, *, force: bool = False, lazy: bool = False, wait_s:
     """
     found = mounted_at(directory)
     if found is None:
-        raise LookupFailed(
+        raise NotMounted(
             f"nothing is mounted on {str(directory)!r}", next_step="`findmnt` lists all mounts"
         )
     if found.type != TYPE:

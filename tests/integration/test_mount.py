@@ -1,0 +1,373 @@
+"""`snapstore mount`, for real: what was pushed is what is seen, whoever reads it and however."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import json
+import mmap
+import os
+import random
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import snapstore
+from snapstore.units import KIB, MIB
+from tests.support.mounts import Mounts, look, run_snapstore
+from tests.support.samples import random_bytes, text
+from tests.support.trees import (
+    Data,
+    Directory,
+    File,
+    HardLink,
+    Symlink,
+    allocated_bytes,
+    same_trees,
+    write_tree,
+)
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+LONG = b"n" * 255
+OLD = -1_000_000_001
+FAR = (1 << 33) * 10**9
+TREE = [
+    Directory(path=b"", mode=0o750, mtime_ns=5),
+    Directory(path=b"\xff\xfe", mode=0o700, mtime_ns=OLD),
+    File(path=b"\xff\xfe/new\nline", mode=0o4755, size=5, data=(Data("noise", 0, 5),)),
+    File(path=LONG, mode=0o600, mtime_ns=FAR, size=300_000, data=(Data("text", 0, 300_000),)),
+    HardLink(path=LONG[:-1], first=LONG),
+    Directory(path=b"empty", mode=0o1777),
+    File(path=b"empty-file", mode=0o000),
+    File(
+        path=b"holes",
+        size=40 * MIB + 5,
+        data=(Data("noise", 3 * MIB, 1 * MIB, 1), Data("numbers", 20 * MIB, 5 * MIB, 2)),
+        xattrs=(("user.a", b"\0b"), ("user.ümlaut", b"")),
+    ),
+    Directory(path=b"rank-0"),
+    File(path=b"rank-0/weights", size=9 * MIB, data=(Data("numbers", 0, 9 * MIB, 3),)),
+    Directory(path=b"rank-1"),
+    File(path=b"rank-1/weights", size=7 * MIB, data=(Data("noise", 0, 7 * MIB, 4),)),
+    Symlink(path=b"to-nowhere", target=b"../\xfe", mtime_ns=OLD),
+    Symlink(path=b"to-weights", target=b"rank-0/weights"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shop:
+    """A store with the snapshot `team/model:v1`, and what was pushed."""
+
+    store: Path
+    tree: Path
+    files: dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    folder = tmp_path_factory.mktemp("shop")
+    tree = folder / "tree"
+    tree.mkdir()
+    write_tree(tree, TREE)
+    os.chown(tree / "rank-1" / "weights", 1234, 4_000_000_000)
+    with snapstore.init_store(f"file://{folder / 'store'}") as store:
+        store.push(tree, "team/model:v1")
+    names = ("holes", "rank-0/weights", "rank-1/weights", LONG.decode())
+    return Shop(folder / "store", tree, {name: (tree / name).read_bytes() for name in names})
+
+
+# -- the same as what was pushed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), ("--integrity", "strong"), ("--memory", "256MiB")])
+def test_same_tree(shop: Shop, mounts: Mounts, options: tuple[str, ...]) -> None:
+    mount = mounts.mount("team/model:v1", shop.store, *options)
+    same_trees(mount.directory, shop.tree)
+    for name, content in shop.files.items():
+        there = allocated_bytes(mount.directory / name)
+        assert abs(there - allocated_bytes(shop.tree / name)) <= 64 * KIB + len(content) // 50
+    assert (mount.directory / "rank-0").stat().st_nlink == 2
+    assert mount.directory.stat().st_nlink == 6
+
+
+def test_manifests_are_beside_the_tree(shop: Shop, mounts: Mounts) -> None:
+    mount = mounts.mount("team/model:v1", shop.store)
+    control = mount.directory / ".snapstore"
+    assert ".snapstore" not in os.listdir(mount.directory)
+    assert sorted(os.listdir(control)) == ["mount.json", "ranks", "snapshot.json"]
+    assert json.loads((control / "mount.json").read_bytes()) == mount.about
+    root = (control / "snapshot.json").read_bytes()
+    assert snapstore.SnapshotId.of(root).hex == mount.about["snapshot"]
+    ranks = {str(rank["rank"]): rank for rank in json.loads(root)["ranks"]}
+    assert sorted(os.listdir(control / "ranks")) == sorted(f"{rank}.json" for rank in ranks)
+    for number, rank in ranks.items():
+        document = json.loads((control / "ranks" / f"{number}.json").read_bytes())
+        assert document["id"] == rank["manifest"]
+        assert len(document["streams"]) == len(document["manifest"]["streams"])
+        assert sum(stream["length"] for stream in document["streams"]) == rank["logical_bytes"]
+
+
+def test_one_rank_alone(shop: Shop, mounts: Mounts) -> None:
+    mount = mounts.mount("team/model:v1", shop.store, "--rank", "1")
+    assert (mount.directory / "rank-1" / "weights").read_bytes() == shop.files["rank-1/weights"]
+    assert os.listdir(mount.directory) == ["rank-1"]
+
+
+CHANGES: list[Callable[[Path], object]] = [
+    lambda root: (root / "new").write_bytes(b"x"),
+    lambda root: (root / "new").mkdir(),
+    lambda root: (root / "empty-file").unlink(),
+    lambda root: (root / "empty").rmdir(),
+    lambda root: (root / "holes").chmod(0o600),
+    lambda root: os.truncate(root / "holes", 0),
+    lambda root: (root / "holes").rename(root / "other"),
+    lambda root: os.utime(root / "holes"),
+    lambda root: os.setxattr(root / "holes", "user.a", b""),
+    lambda root: (root / "b").symlink_to("a"),
+    lambda root: (root / "b").hardlink_to(root / "holes"),
+    lambda root: (root / ".snapstore" / "mount.json").write_bytes(b""),
+]
+
+
+def test_nothing_can_be_changed(shop: Shop, mounts: Mounts) -> None:
+    mount = mounts.mount("team/model:v1", shop.store)
+    for change in CHANGES:
+        with pytest.raises(OSError, match="Read-only") as caught:
+            change(mount.directory)
+        assert caught.value.errno == errno.EROFS
+    same_trees(mount.directory, shop.tree)
+
+
+# -- ways of reading ------------------------------------------------------------------------------
+
+
+def ranges(rng: random.Random, size: int, count: int) -> list[tuple[int, int]]:
+    """Some ranges of all lengths, at borders of blocks and anywhere, also beyond the end."""
+    found = []
+    for _ in range(count):
+        length = rng.choice([1, 512, 4096, 5000, 128 * KIB, 3 * MIB])
+        offset = rng.randrange(size)
+        if rng.random() < 0.3:
+            offset = max(0, rng.randrange(0, size, MIB) + rng.randint(-5, 5))
+        found.append((offset, length))
+    return found
+
+
+@pytest.mark.parametrize("memory", ["256MiB", "512MiB"])
+def test_any_range(shop: Shop, mounts: Mounts, rng: random.Random, memory: str) -> None:
+    mount = mounts.mount("team/model:v1", shop.store, "--memory", memory)
+    for name, content in shop.files.items():
+        with (mount.directory / name).open("rb", buffering=0) as file:
+            for offset, length in ranges(rng, len(content), 60):
+                found = os.pread(file.fileno(), length, offset)
+                assert found == content[offset : offset + length], (name, offset, length)
+
+
+def test_direct_reads(shop: Shop, mounts: Mounts, rng: random.Random) -> None:
+    mount = mounts.mount("team/model:v1", shop.store)
+    buffer = mmap.mmap(-1, 4 * MIB)
+    for name, content in shop.files.items():
+        file = os.open(mount.directory / name, os.O_RDONLY | os.O_DIRECT)
+        try:
+            for offset, length in ranges(rng, len(content), 30):
+                begin, wanted = offset & -4096, -(-length // 4096) * 4096
+                count = os.preadv(file, [memoryview(buffer)[:wanted]], begin)
+                assert buffer[:count] == content[begin : begin + wanted], (name, begin, wanted)
+        finally:
+            os.close(file)
+
+
+def test_mapped_and_executed(mounts: Mounts, tmp_path: Path, rng: random.Random) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    shutil.copy(shutil.which("sh") or "/bin/sh", tree / "program")
+    (tree / "data").write_bytes(random_bytes(6 * MIB, 1).tobytes())
+    content = (tree / "data").read_bytes()
+    with snapstore.init_store(f"file://{tmp_path / 'store'}") as store:
+        store.push(tree, "a")
+    mount = mounts.mount("a", tmp_path / "store")
+    done = subprocess.run(  # noqa: S603 - our copy of a shell
+        [mount.directory / "program", "-c", "echo it runs"], capture_output=True, check=True
+    )
+    assert done.stdout == b"it runs\n"
+    with (mount.directory / "data").open("rb") as file:
+        for flags in (mmap.MAP_PRIVATE, mmap.MAP_SHARED):
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if flags == mmap.MAP_PRIVATE else 0)
+            with mmap.mmap(file.fileno(), 0, flags=flags, prot=protection) as mapped:
+                for offset, length in ranges(rng, len(content), 40):
+                    assert mapped[offset : offset + length] == content[offset : offset + length]
+                if flags == mmap.MAP_PRIVATE:
+                    mapped[4096:4099] = b"own"
+                    assert mapped[4095:4100] == content[4095:4096] + b"own" + content[4099:4100]
+        assert file.read() == content
+
+
+def test_many_at_once(shop: Shop, mounts: Mounts, rng: random.Random) -> None:
+    """Readers in order and anywhere, of the same files, with less memory than the files have."""
+    mount = mounts.mount("team/model:v1", shop.store, "--memory", "256MiB")
+
+    def read(seed: int) -> None:
+        own = random.Random(seed)
+        for name, content in own.sample(sorted(shop.files.items()), len(shop.files)):
+            with (mount.directory / name).open("rb", buffering=0) as file:
+                if own.random() < 0.5:
+                    assert file.readall() == content
+                for offset, length in ranges(own, len(content), 20):
+                    assert os.pread(file.fileno(), length, offset) == content[offset:][:length]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(read, rng.getrandbits(32)) for _ in range(16)]:
+            done.result(timeout=120)
+
+
+def test_warm_brings_all_in(shop: Shop, mounts: Mounts) -> None:
+    """Goal: after `--warm` nothing is asked of the store any more, also for hinted pages.
+
+    Method: wait for the log to say so, move the packs away, and read everything.
+    """
+    with snapstore.open_store(str(shop.store)) as store:
+        snapshot = store.snapshot("team/model:v1").id
+        runs = [
+            snapstore.PageRun("rank-1/weights", 900, 30),
+            snapstore.PageRun("no/such", 0, 1),
+            snapstore.PageRun("holes", 1 << 30, 1 << 30),
+        ]
+        store.put_hint("page-order", snapshot.hex, snapstore.encode_page_order(runs))
+    mount = mounts.mount("team/model:v1", shop.store, "--warm")
+    wait_until(lambda: "fetched" in mount.log, "everything is fetched")
+    assert "fetched all" in mount.log
+    packs, away = shop.store / "packs", shop.store / "away"
+    packs.rename(away)
+    try:
+        for name in ("rank-0/weights", "rank-1/weights"):
+            assert (mount.directory / name).read_bytes() == shop.files[name]
+    finally:
+        away.rename(packs)
+
+
+# -- all names ------------------------------------------------------------------------------------
+
+
+def test_all_names(mounts: Mounts, tmp_path: Path) -> None:
+    """Goal: names appear, move and vanish while they are mounted, and what is open stays.
+
+    Method: push, tag, move and remove names beside the mount, and wait until it shows them.
+    """
+    one, two = tmp_path / "one", tmp_path / "two"
+    for number, tree in enumerate((one, two)):
+        tree.mkdir(mode=0o705)
+        (tree / "file").write_bytes(text(200_000 + number, number).tobytes())
+    url = f"file://{tmp_path / 'store'}"
+    with snapstore.init_store(url) as store:
+        store.push(one, "team/model:v1")
+        root = mounts.mount(None, url).directory
+        assert os.listdir(root) == ["team"]
+        assert os.listdir(root / "team" / "model") == ["v1"]
+        # Until somebody looks inside, the root of a tree has attributes of no snapshot.
+        assert os.listdir(root / "team" / "model" / "v1") == ["file"]
+        same_trees(root / "team" / "model" / "v1", one)
+        assert json.loads((root / ".snapstore" / "mount.json").read_bytes())["name"] is None
+        store.push(two, "team/model:v2")
+        store.push(two, "team/model/v1:other")
+        model = root / "team" / "model"
+        wait_until(lambda: sorted(os.listdir(model)) == [":v1", "v1", "v2"], "both are there")
+        assert os.listdir(model / "v1") == ["other"]
+        for path, tree in ((":v1", one), (":v2", two), ("v1/other", two)):
+            assert os.listdir(model / path) == ["file"]
+            same_trees(model / path, tree)
+        with (model / "v2" / "file").open("rb") as opened:
+            store.tag("team/model:v1", "team/model:v2")
+            wait_until(
+                lambda: (model / "v2" / "file").stat().st_size == 200_000, "the name has moved"
+            )
+            assert (model / "v2" / "file").read_bytes() == (one / "file").read_bytes()
+            assert opened.read() == (two / "file").read_bytes()
+        store.remove("team/model:v2")
+        wait_until(lambda: not (model / "v2").exists(), "the name is gone")
+    assert not (root / "nobody").exists()
+
+
+# -- unmounting -----------------------------------------------------------------------------------
+
+
+def test_unmount_while_in_use(shop: Shop, mounts: Mounts) -> None:
+    mount = mounts.mount("team/model:v1", shop.store)
+    with (mount.directory / "holes").open("rb") as file:
+        refused = mount.unmount("--json")
+        assert refused.returncode == 6
+        assert json.loads(refused.stdout)["error"]["code"] == "MountBusy"
+        assert file.read(10) == shop.files["holes"][:10]
+        assert mount.unmount("--lazy").returncode == 0
+        assert os.listdir(mount.directory) == []
+        assert file.read(10) == shop.files["holes"][10:20]
+    wait_until(lambda: "unmounted" in mount.log, "the daemon ends with the last file")
+
+
+def test_forced_unmount_fails_readers(shop: Shop, mounts: Mounts) -> None:
+    mount = mounts.mount("team/model:v1", shop.store)
+    file = os.open(mount.directory / "rank-1" / "weights", os.O_RDONLY)
+    done = mount.unmount("--force", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"directory": str(mount.directory), "ended": True}
+    with pytest.raises(OSError, match=r"not connected|abort|Input/output") as caught:
+        os.pread(file, 10, 5 * MIB)
+    assert caught.value.errno in {errno.ENOTCONN, errno.ECONNABORTED, errno.EIO}
+    with contextlib.suppress(OSError):
+        os.close(file)
+
+
+def test_sigterm_unmounts(shop: Shop, mounts: Mounts) -> None:
+    mount = mounts.mount("team/model:v1", shop.store)
+    os.kill(mount.pid, 15)
+    wait_until(lambda: "unmounted" in mount.log, "it has unmounted")
+    assert stat.S_ISDIR(mount.directory.stat().st_mode)
+    assert os.listdir(mount.directory) == []
+
+
+def test_killed_daemon_leaves_nobody_waiting(shop: Shop, mounts: Mounts) -> None:
+    """Readers of a mount whose daemon was killed get an error, and mounting over it works."""
+    mount = mounts.mount("team/model:v1", shop.store)
+    mount.kill()
+    code = "import sys; open(sys.argv[1], 'rb').read()"
+    assert "Transport endpoint" in look(code, mount.directory / "holes", seconds=10)
+    again = mounts.mount("team/model:v1", shop.store, directory=mount.directory)
+    assert (again.directory / "holes").read_bytes() == shop.files["holes"]
+    assert "took away" in again.log
+    assert again.unmount().returncode == 0
+    again = mounts.mount("team/model:v1", shop.store, directory=mount.directory)
+    again.kill()
+    assert again.unmount().returncode == 0
+    assert os.listdir(mount.directory) == []
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_mounted(shop: Shop, fuse: None, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    for arguments, code, error in (
+        (("mount", "nobody", there), 3, "RefNotFound"),
+        (("mount", "team/model:v1", there, "--rank", "7"), 2, "UsageError"),
+        (("mount", "team/model:v1", tmp_path / "nowhere"), 2, "UsageError"),
+        (("mount", "team/model:v1"), 2, "UsageError"),
+        (("mount", "--all", "team/model:v1", there), 2, "UsageError"),
+        (("mount", "--all", there, "--warm"), 2, "UsageError"),
+        (("mount", "team/model:v1", there, "--memory", "1MiB"), 2, "UsageError"),
+        (("mount", "team/model:v1", there, "--log-file", there / "no" / "log"), 1, "TargetError"),
+    ):
+        done = run_snapstore(*arguments, "--store", shop.store, "--json")
+        assert done.returncode == code, (arguments, done.stdout, done.stderr)
+        assert json.loads(done.stdout)["error"]["code"] == error
+    done = run_snapstore("mount", "team/model:v1", there, "--store", tmp_path, "--json")
+    assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (3, "StoreNotFound")
+    done = run_snapstore("umount", there, "--json")
+    assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (3, "NotMounted")
+    done = run_snapstore("umount", "/proc", "--json")
+    assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (2, "UsageError")
