@@ -18,7 +18,7 @@ import pytest
 
 import snapstore
 from snapstore.units import KIB, MIB
-from tests.support.mounts import Mounts, look, run_snapstore
+from tests.support.mounts import Mounts, look, names_in, run_snapstore
 from tests.support.samples import random_bytes, text
 from tests.support.trees import (
     Data,
@@ -99,13 +99,13 @@ def test_same_tree(shop: Shop, mounts: Mounts, options: tuple[str, ...]) -> None
 def test_manifests_are_beside_the_tree(shop: Shop, mounts: Mounts) -> None:
     mount = mounts.mount("team/model:v1", shop.store)
     control = mount.directory / ".snapstore"
-    assert ".snapstore" not in os.listdir(mount.directory)
-    assert sorted(os.listdir(control)) == ["mount.json", "ranks", "snapshot.json"]
+    assert ".snapstore" not in names_in(mount.directory)
+    assert names_in(control) == ["mount.json", "ranks", "snapshot.json"]
     assert json.loads((control / "mount.json").read_bytes()) == mount.about
     root = (control / "snapshot.json").read_bytes()
     assert snapstore.SnapshotId.of(root).hex == mount.about["snapshot"]
     ranks = {str(rank["rank"]): rank for rank in json.loads(root)["ranks"]}
-    assert sorted(os.listdir(control / "ranks")) == sorted(f"{rank}.json" for rank in ranks)
+    assert names_in(control / "ranks") == sorted(f"{rank}.json" for rank in ranks)
     for number, rank in ranks.items():
         document = json.loads((control / "ranks" / f"{number}.json").read_bytes())
         assert document["id"] == rank["manifest"]
@@ -116,7 +116,7 @@ def test_manifests_are_beside_the_tree(shop: Shop, mounts: Mounts) -> None:
 def test_one_rank_alone(shop: Shop, mounts: Mounts) -> None:
     mount = mounts.mount("team/model:v1", shop.store, "--rank", "1")
     assert (mount.directory / "rank-1" / "weights").read_bytes() == shop.files["rank-1/weights"]
-    assert os.listdir(mount.directory) == ["rank-1"]
+    assert names_in(mount.directory) == ["rank-1"]
 
 
 CHANGES: list[Callable[[Path], object]] = [
@@ -267,19 +267,19 @@ def test_all_names(mounts: Mounts, tmp_path: Path) -> None:
     with snapstore.init_store(url) as store:
         store.push(one, "team/model:v1")
         root = mounts.mount(None, url).directory
-        assert os.listdir(root) == ["team"]
-        assert os.listdir(root / "team" / "model") == ["v1"]
+        assert names_in(root) == ["team"]
+        assert names_in(root / "team" / "model") == ["v1"]
         # Until somebody looks inside, the root of a tree has attributes of no snapshot.
-        assert os.listdir(root / "team" / "model" / "v1") == ["file"]
+        assert names_in(root / "team" / "model" / "v1") == ["file"]
         same_trees(root / "team" / "model" / "v1", one)
         assert json.loads((root / ".snapstore" / "mount.json").read_bytes())["name"] is None
         store.push(two, "team/model:v2")
         store.push(two, "team/model/v1:other")
         model = root / "team" / "model"
-        wait_until(lambda: sorted(os.listdir(model)) == [":v1", "v1", "v2"], "both are there")
-        assert os.listdir(model / "v1") == ["other"]
+        wait_until(lambda: names_in(model) == [":v1", "v1", "v2"], "both are there")
+        assert names_in(model / "v1") == ["other"]
         for path, tree in ((":v1", one), (":v2", two), ("v1/other", two)):
-            assert os.listdir(model / path) == ["file"]
+            assert names_in(model / path) == ["file"]
             same_trees(model / path, tree)
         with (model / "v2" / "file").open("rb") as opened:
             store.tag("team/model:v1", "team/model:v2")
@@ -304,7 +304,7 @@ def test_unmount_while_in_use(shop: Shop, mounts: Mounts) -> None:
         assert json.loads(refused.stdout)["error"]["code"] == "MountBusy"
         assert file.read(10) == shop.files["holes"][:10]
         assert mount.unmount("--lazy").returncode == 0
-        assert os.listdir(mount.directory) == []
+        assert names_in(mount.directory) == []
         assert file.read(10) == shop.files["holes"][10:20]
     wait_until(lambda: "unmounted" in mount.log, "the daemon ends with the last file")
 
@@ -327,7 +327,7 @@ def test_sigterm_unmounts(shop: Shop, mounts: Mounts) -> None:
     os.kill(mount.pid, 15)
     wait_until(lambda: "unmounted" in mount.log, "it has unmounted")
     assert stat.S_ISDIR(mount.directory.stat().st_mode)
-    assert os.listdir(mount.directory) == []
+    assert names_in(mount.directory) == []
 
 
 def test_killed_daemon_leaves_nobody_waiting(shop: Shop, mounts: Mounts) -> None:
@@ -343,7 +343,7 @@ def test_killed_daemon_leaves_nobody_waiting(shop: Shop, mounts: Mounts) -> None
     again = mounts.mount("team/model:v1", shop.store, directory=mount.directory)
     again.kill()
     assert again.unmount().returncode == 0
-    assert os.listdir(mount.directory) == []
+    assert names_in(mount.directory) == []
 
 
 # -- refusals -------------------------------------------------------------------------------------

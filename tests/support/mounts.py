@@ -21,7 +21,7 @@ import pytest
 
 from tests.support.waiting import wait_until
 
-__all__ = ["Mount", "Mounts", "fuse", "look", "mounts", "run_snapstore"]
+__all__ = ["Mount", "Mounts", "fuse", "look", "mounts", "names_in", "run_snapstore"]
 
 SNAPSTORE = Path(sys.executable).parent / "snapstore"
 PATIENCE_S = 60.0
@@ -123,6 +123,11 @@ def mounted_below(folder: Path) -> list[str]:
     table = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     places = [line.split(" ")[4] for line in table]
     return [place for place in reversed(places) if Path(place).is_relative_to(folder)]
+
+
+def names_in(directory: Path) -> list[str]:
+    """What is listed in a directory."""
+    return sorted(path.name for path in directory.iterdir())
 
 
 def is_dead(pid: int) -> bool:
