@@ -13,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from snapstore.cache.contents import CacheEntry, CacheStats, CacheTier, TierStats
+    from snapstore.cache.node_cache import CachedFile, NodeCache
     from snapstore.errors import SnapError
     from snapstore.format.page_order import PageRun, decode_page_order, encode_page_order
     from snapstore.format.tree import EntryType
@@ -31,12 +33,17 @@ if TYPE_CHECKING:
     from snapstore.repository.stats import NamespaceStats, ObjectTotals, StoreStats
     from snapstore.repository.store import Store, init_store, open_store
     from snapstore.repository.summary import SnapshotSummary
+    from snapstore.repository.warming import WarmResult
     from snapstore.repository.write_session import PushResult
     from snapstore.source.described import Described, DescribedFile, describe_images
     from snapstore.version import VERSION
 
 __all__ = [
     "VERSION",
+    "CacheEntry",
+    "CacheStats",
+    "CacheTier",
+    "CachedFile",
     "Compression",
     "Described",
     "DescribedFile",
@@ -48,6 +55,7 @@ __all__ = [
     "Integrity",
     "NameGeneration",
     "NamespaceStats",
+    "NodeCache",
     "ObjectTotals",
     "PageRun",
     "Progress",
@@ -72,6 +80,8 @@ __all__ = [
     "StoreOptions",
     "StoreStats",
     "StreamDiff",
+    "TierStats",
+    "WarmResult",
     "decode_page_order",
     "describe_images",
     "encode_page_order",
@@ -83,6 +93,13 @@ __all__ = [
 # Where each name is. Loaded when first asked for: a program that pulls needs nothing of a push, and
 # loading all of it would take as long as restoring a small process.
 _HOMES = {
+    "CacheEntry": "snapstore.cache.contents",
+    "CacheStats": "snapstore.cache.contents",
+    "CacheTier": "snapstore.cache.contents",
+    "TierStats": "snapstore.cache.contents",
+    "WarmResult": "snapstore.repository.warming",
+    "CachedFile": "snapstore.cache.node_cache",
+    "NodeCache": "snapstore.cache.node_cache",
     "SnapError": "snapstore.errors",
     "PageRun": "snapstore.format.page_order",
     "decode_page_order": "snapstore.format.page_order",

@@ -11,15 +11,18 @@ from snapstore.errors import UsageError
 from snapstore.units import GIB, MIB
 
 __all__ = [
+    "NODE_CACHE_VARIABLE",
     "STORE_URL_VARIABLE",
     "Compression",
     "Integrity",
     "StoreOptions",
     "index_cache_default",
+    "node_cache_default",
     "store_url_default",
 ]
 
 STORE_URL_VARIABLE = "SNAPSTORE_URL"
+NODE_CACHE_VARIABLE = "SNAPSTORE_CACHE"
 
 MEMORY_BYTES_DEFAULT = 1 * GIB
 CACHE_BYTES_DEFAULT = 64 * MIB
@@ -60,6 +63,8 @@ class StoreOptions:
         index_cache: Where this machine keeps checksums of large indexes, and copies of those of
             remote stores; by default below the user's cache directory.
         index_cache_bytes: What that may take; 0 for no cache.
+        node_cache: The directory of the node's cache, which what is read goes through; see
+            `NodeCache`. None: everything comes from the store.
     """
 
     memory_bytes: int = MEMORY_BYTES_DEFAULT
@@ -69,6 +74,7 @@ class StoreOptions:
     index_cache: Path | None = None
     index_cache_bytes: int = INDEX_CACHE_BYTES_DEFAULT
     cache_bytes: int = CACHE_BYTES_DEFAULT
+    node_cache: Path | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes < MEMORY_BYTES_MIN:
@@ -103,6 +109,12 @@ def index_cache_default() -> Path | None:
     if not caches.is_absolute():  # which the XDG specification says to ignore
         caches = Path(os.environ.get("HOME", ""), ".cache")
     return caches / "snapstore" / "indexes" if caches.is_absolute() else None
+
+
+def node_cache_default() -> Path | None:
+    """The directory of the node's cache from the environment, if it is set there."""
+    named = os.environ.get(NODE_CACHE_VARIABLE)
+    return Path(named) if named else None
 
 
 def store_url_default() -> str | None:

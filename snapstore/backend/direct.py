@@ -21,7 +21,7 @@ from snapstore.units import MIB, PAGE_BYTES, align_up
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["page_aligned", "read_aligned", "write_direct"]
+__all__ = ["copy_bytes", "page_aligned", "read_aligned", "write_direct"]
 
 _WRITE_BYTES_MIN = 1 * MIB
 """Less is not worth two system calls, and is likely to be read again soon."""
@@ -34,6 +34,11 @@ def page_aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
     room = np.empty(size_bytes + PAGE_BYTES, np.uint8)
     skip = -room.ctypes.data % PAGE_BYTES
     return room[skip : skip + size_bytes]
+
+
+def copy_bytes(into: memoryview, data: memoryview) -> None:
+    """Copy equally long bytes; `into[:] = data` would hold the GIL for the whole copy."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
 
 
 def write_direct(files: FileCalls, fd: int, views: Sequence[memoryview]) -> None:

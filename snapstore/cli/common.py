@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -15,17 +16,24 @@ import typer
 
 from snapstore.cli.console import Console
 from snapstore.errors import Interrupted, OutOfSpace, SnapError, UsageError
-from snapstore.options import STORE_URL_VARIABLE, store_url_default
+from snapstore.options import (
+    NODE_CACHE_VARIABLE,
+    STORE_URL_VARIABLE,
+    node_cache_default,
+    store_url_default,
+)
 
 if TYPE_CHECKING:
     from snapstore.format.rank import RankNumber
 
 __all__ = [
+    "CacheDirectory",
     "Json",
     "Memory",
     "Quiet",
     "StoreUrl",
     "Threads",
+    "cache_directory",
     "command",
     "parse_ranks",
     "store_url",
@@ -37,6 +45,14 @@ StoreUrl = Annotated[
         "--store",
         metavar="URL",
         help=f"The store, such as file:///mnt/nfs/snapshots. Default: ${STORE_URL_VARIABLE}.",
+    ),
+]
+CacheDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        metavar="DIR",
+        help=f"The node's cache, which what is read goes through. Default: ${NODE_CACHE_VARIABLE}.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
@@ -91,6 +107,11 @@ def store_url(given: str | None) -> str:
     if not url:
         raise UsageError("no store given", next_step=f"add --store URL or set {STORE_URL_VARIABLE}")
     return url
+
+
+def cache_directory(given: Path | None) -> Path | None:
+    """The node's cache: the option, else the environment, else none."""
+    return node_cache_default() if given is None else given
 
 
 def parse_ranks(texts: list[str]) -> list[RankNumber]:

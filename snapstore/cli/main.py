@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from snapstore.cli.cache import cache
 from snapstore.cli.diff import diff
 from snapstore.cli.init import init
 from snapstore.cli.ls import ls
@@ -52,6 +53,7 @@ for _command in (
 ):
     app.command()(_command)
 app.add_typer(tag)
+app.add_typer(cache)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with one positional

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snapstore.cli.common import (
+    CacheDirectory,
     Json,
     Memory,
     Quiet,
     StoreUrl,
     Threads,
+    cache_directory,
     command,
     parse_ranks,
     store_url,
@@ -56,6 +58,7 @@ def pull(
     memory: Memory = "1GiB",
     threads: Threads = 0,
     store: StoreUrl = None,
+    cache: CacheDirectory = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -66,7 +69,10 @@ def pull(
     """
     with command(json=json, quiet=quiet) as console:
         options = StoreOptions(
-            memory_bytes=parse_bytes(memory), threads=threads, integrity=integrity
+            memory_bytes=parse_bytes(memory),
+            threads=threads,
+            integrity=integrity,
+            node_cache=cache_directory(cache),
         )
         clock = SystemClock()
         started_s = clock.monotonic_s()

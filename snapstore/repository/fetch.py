@@ -20,6 +20,7 @@ from snapstore.repository.stored_frames import FrameErrors, check_stored, is_sto
 
 if TYPE_CHECKING:
     from snapstore.backend.base import Backend
+    from snapstore.ids import PackId
     from snapstore.repository.verifier import ChunkVerifier
 
 __all__ = ["fetch_plan"]
@@ -114,11 +115,11 @@ class _Fetch:
             errors = FrameErrors(unit.pack)
             for frame in self._plan.frames_of(unit):
                 with errors.about(frame):
-                    self._frame(frame, stored[frame.offset - unit.offset :])
+                    self._frame(unit.pack, frame, stored[frame.offset - unit.offset :])
 
-    def _frame(self, frame: PlannedFrame, stored: memoryview) -> None:
+    def _frame(self, pack: PackId, frame: PlannedFrame, stored: memoryview) -> None:
         data = stored[: frame.stored_length]
-        check_stored(frame, data)
+        check_stored(self._backend, pack, frame, data)
         if is_stored_raw(frame):
             self._distribute(frame.row, data)
             return

@@ -12,12 +12,15 @@ import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+from blake3 import blake3
 from typing_extensions import override
 
 from snapstore.errors import PathNotFound, UsageError
 from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.fstree import show_path
+from snapstore.repository.file_content import FileContent
 from snapstore.repository.file_ranges import FileRange, divide_file
+from snapstore.repository.lazy import lazy
 from snapstore.repository.memory import READ_BYTES
 from snapstore.repository.objects import about
 from snapstore.repository.range_reader import RangeReader
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from snapstore.cache.node_cache import CachedFile
     from snapstore.format.rank import RankNumber
     from snapstore.options import Integrity
     from snapstore.repository.frame_cache import FrameCache
@@ -44,6 +48,9 @@ RANGE_BYTES_MIN = 64 * KIB
 
 ZEROS_BYTES_MIN = 1 * MIB
 """Leaving zeros out saves less time than it costs to begin another range if they are fewer."""
+
+CACHED_BYTES_MIN = 64 * KIB
+"""Smaller files are as quickly read from frames that are kept, without a file of their own."""
 
 _LINKS_MAX = 40
 """Symbolic links followed on the way to one file, as many as Linux follows."""
@@ -219,6 +226,24 @@ class SnapshotFiles:
         reader = self._readers_of(file).streaming
         reader.read_into(file.stream, file.offset + offset, into)
 
+    def content_digest(self, entry: SnapshotEntry) -> bytes:
+        """Digest that content of the same length shares only if it has the same bytes.
+
+        Raises:
+            IntegrityError: The tables of the rank are damaged or gone.
+        """
+        file = self._first_name(self._entries[entry.path])
+        if not file.size_bytes:
+            return blake3().digest()
+        verifier = self._readers_of(file).cached.verifier
+        if verifier is not None:
+            return verifier.content_digest(file.stream, file.offset, file.size_bytes)
+        # With fast integrity nothing ties the bytes to their chunks, so it is where they came from.
+        rank = self._ranks[self._rank_of[file.path]].id
+        url = self._snapshot.backend.capabilities.url
+        place = f"fast {rank.hex} {file.stream} {file.offset} {url}"
+        return blake3(os.fsencode(place)).digest()
+
     def ranges(
         self, entry: SnapshotEntry, *, about_bytes: int, zeros_bytes_min: int
     ) -> list[FileRange]:
@@ -260,6 +285,13 @@ class SnapshotFiles:
         """
         readers = self._tables(number)
         _ = readers.cached.segments.uses
+
+    def cached(self, file: SnapshotFile) -> CachedFile | None:
+        """Open a file in the node's cache, if there is one that has a use for it."""
+        cache = self._snapshot.node_cache
+        if cache is None or not cache.has_decoded or file.size_bytes < CACHED_BYTES_MIN:
+            return None
+        return cache.file(file)
 
     def _readers_of(self, file: TreeEntry) -> _RankReaders:
         return self._tables(self._rank_of[file.path])
@@ -320,6 +352,27 @@ class SnapshotFile(io.RawIOBase):
         self._position = 0
         self.entry = entry
 
+    def content(self) -> FileContent:
+        """What the node's cache needs to know of it (`NodeCache.file`).
+
+        Raises:
+            IntegrityError: The tables of the rank are damaged or gone.
+        """
+        self._require_open()
+        return FileContent(self._files, self.entry)
+
+    @lazy
+    def _cached(self) -> CachedFile | None:
+        return self._files.cached(self)
+
+    @override
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        cached = vars(self).pop("_cached", None)
+        if cached is not None:
+            cached.close()
+        super().close()
+
     @property
     def name(self) -> str:
         """The path in the snapshot."""
@@ -345,7 +398,8 @@ class SnapshotFile(io.RawIOBase):
         if offset < 0 or size_bytes < 0:
             raise ValueError(f"not a range: {size_bytes} bytes at {offset}")
         data = bytearray(max(0, min(size_bytes, self.size_bytes - offset)))
-        self._files.read_into(self.entry, offset, memoryview(data))
+        if data:
+            self.read_into(offset, data)
         return bytes(data)
 
     def read_into(self, offset: int, buffer: Buffer, *, streaming: bool = False) -> None:
@@ -381,7 +435,9 @@ class SnapshotFile(io.RawIOBase):
                 raise TypeError("cannot read into a buffer that is read-only")
             with view.cast("B") as into:
                 self._require_within(offset, into.nbytes)
-                if streaming:
+                if self._cached is not None:
+                    self._cached.read_into(offset, into)
+                elif streaming:
                     self._files.stream_into(self.entry, offset, into)
                 else:
                     self._files.read_into(self.entry, offset, into)
@@ -441,7 +497,9 @@ class SnapshotFile(io.RawIOBase):
         """Fill a buffer from the position on, fewer bytes only at the end of the file."""
         self._require_open()
         with memoryview(buffer) as view, view.cast("B") as into:
-            count = self._files.read_into(self.entry, self._position, into)
+            count = max(0, min(into.nbytes, self.size_bytes - self._position))
+            if count:
+                self.read_into(self._position, into[:count])
         self._position += count
         return count
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from snapstore.cache.cached_backend import CachedBackend
 from snapstore.errors import FormatError, IntegrityError, LimitExceeded
 from snapstore.format.envelope import (
     HEADER_BYTES_MAX,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from snapstore.backend.base import Backend, ObjectKind
 
-__all__ = ["EnvelopeReader", "about", "read_object"]
+__all__ = ["EnvelopeReader", "about", "forget_cached", "read_object"]
 
 _READ_BYTES = 8 * MIB
 
@@ -33,6 +34,18 @@ def about(what: str, *, next_step: str = "") -> Iterator[None]:
     except (FormatError, IntegrityError) as error:
         step = error.next_step or next_step
         raise type(error)(f"{what}: {error}", next_step=step) from error
+
+
+def forget_cached(backend: Backend, kind: ObjectKind, name: str) -> bool:
+    """Have an object fetched anew that turned out to be wrong, if it came through a cache.
+
+    Returns:
+        Whether it is worth reading it again.
+    """
+    if not isinstance(backend, CachedBackend):
+        return False
+    backend.forget(kind, name, 0, backend.stat(kind, name).size_bytes)
+    return True
 
 
 def read_object(backend: Backend, kind: ObjectKind, name: str, *, limit_bytes: int) -> bytearray:
@@ -82,7 +95,14 @@ class EnvelopeReader:
         if head:
             backend.get_range(kind, name, 0, memoryview(head))
         with about(self._what):
-            self.envelope: Envelope = parse_header(head, magic=magic, object_length=length)
+            try:
+                envelope = parse_header(head, magic=magic, object_length=length)
+            except (FormatError, IntegrityError):
+                if not forget_cached(backend, kind, name):
+                    raise
+                backend.get_range(kind, name, 0, memoryview(head))
+                envelope = parse_header(head, magic=magic, object_length=length)
+        self.envelope: Envelope = envelope
 
     def section(self, tag: bytes, *, limit_bytes: int) -> memoryview:
         """Fetch, check and decode one section into memory.
@@ -95,11 +115,19 @@ class EnvelopeReader:
         info = self.envelope.require(tag)
         self._check_limit(info, limit_bytes)
         stored = _allocate(info.stored_length, what=self._what)
-        view = memoryview(stored)
-        for offset in range(0, len(stored), _READ_BYTES):
+        self._read(info, memoryview(stored))
+        try:
+            return decode_section(info, stored, limit_bytes=limit_bytes, what=self._what)
+        except (FormatError, IntegrityError):
+            if not forget_cached(self._backend, self._kind, self._name):
+                raise
+        self._read(info, memoryview(stored))
+        return decode_section(info, stored, limit_bytes=limit_bytes, what=self._what)
+
+    def _read(self, info: SectionInfo, view: memoryview) -> None:
+        for offset in range(0, len(view), _READ_BYTES):
             piece = view[offset : offset + _READ_BYTES]
             self._backend.get_range(self._kind, self._name, info.offset + offset, piece)
-        return decode_section(info, stored, limit_bytes=limit_bytes, what=self._what)
 
     def stream(self, info: SectionInfo, sink: Callable[[int, memoryview], None]) -> None:
         """Hand a section's stored bytes, unchecked, piece by piece to `sink`."""

@@ -32,12 +32,13 @@ from snapstore.options import StoreOptions
 from snapstore.repository.chains import generation_numbers
 from snapstore.repository.layouts import derive_layout
 from snapstore.repository.lazy import lazy
-from snapstore.repository.objects import EnvelopeReader, about, read_object
+from snapstore.repository.objects import EnvelopeReader, about, forget_cached, read_object
 
 if TYPE_CHECKING:
     import contextlib
     from collections.abc import Iterator, Sequence
 
+    from snapstore.cache.node_cache import NodeCache
     from snapstore.format.rank import RankNumber
     from snapstore.format.tables import Rows
     from snapstore.format.tree import TreeEntry
@@ -121,6 +122,9 @@ class LoadedRank:
         """
         for number in generation_numbers(self._backend, ObjectKind.LAYOUT, self.id.hex):
             layout = self._read_layout(number)
+            name = f"{self.id.hex}/{number:08d}"
+            if layout is None and forget_cached(self._backend, ObjectKind.LAYOUT, name):
+                layout = self._read_layout(number)
             if layout is not None:
                 return layout
         return derive_layout(self._backend, self.id, self.streams, self.read_extents())
@@ -173,6 +177,7 @@ class Snapshot:
         backend: Where it is.
         options: What is checked when files of it are read.
         cache: Decoded frames of files that are read; the store's snapshots share one.
+        node_cache: The cache of the node, which files are read through.
     """
 
     id: SnapshotId
@@ -182,6 +187,7 @@ class Snapshot:
         default_factory=StoreOptions, repr=False, compare=False
     )
     cache: FrameCache | None = dataclasses.field(default=None, repr=False, compare=False)
+    node_cache: NodeCache | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def walk(self) -> Iterator[SnapshotEntry]:
         """Give all paths of the tree as it was pushed, the root first.
@@ -270,6 +276,7 @@ def load_snapshot(
     named: str = "",
     options: StoreOptions | None = None,
     cache: FrameCache | None = None,
+    node_cache: NodeCache | None = None,
 ) -> Snapshot:
     """Read a root manifest and check that it is what its id says.
 
@@ -279,6 +286,7 @@ def load_snapshot(
         named: The ref that points to it, for messages; without one the user gave the id.
         options: For reading its files.
         cache: For reading its files; without one the snapshot makes its own.
+        node_cache: For reading its files; without one they come from the store.
 
     Raises:
         SnapshotNotFound: There is none of that id.
@@ -303,7 +311,7 @@ def load_snapshot(
         )
     with about(f"snapshot {snapshot.short}", next_step="pull another snapshot"):
         manifest = decode_snapshot(data)
-    return Snapshot(snapshot, manifest, backend, options or StoreOptions(), cache)
+    return Snapshot(snapshot, manifest, backend, options or StoreOptions(), cache, node_cache)
 
 
 def _same_lengths(one: Rows, other: Rows) -> bool:

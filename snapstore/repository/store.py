@@ -28,7 +28,7 @@ from snapstore.errors import (
 )
 from snapstore.format import limits
 from snapstore.format.config import StoreConfig, decode_config, encode_config
-from snapstore.ids import RefName, SnapshotRef, parse_snapshot_ref
+from snapstore.ids import RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
 from snapstore.options import StoreOptions
 from snapstore.progress import ProgressCallback, ProgressMeter
 from snapstore.repository.frame_cache import FrameCache
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
+    from snapstore.cache.contents import CacheTier
+    from snapstore.cache.node_cache import NodeCache
     from snapstore.format.rank import RankNumber
     from snapstore.options import Compression
     from snapstore.repository.diff import SnapshotDiff
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from snapstore.repository.snapshot_writer import SnapshotWriter
     from snapstore.repository.stats import StoreStats
     from snapstore.repository.summary import SnapshotSummary
+    from snapstore.repository.warming import WarmResult
     from snapstore.repository.write_session import PushResult
     from snapstore.units import BytesLike
 
@@ -63,8 +66,15 @@ class Store:
     """
 
     def __init__(
-        self, backend: Backend, config: StoreConfig, options: StoreOptions, clock: Clock
+        self,
+        backend: Backend,
+        config: StoreConfig,
+        options: StoreOptions,
+        clock: Clock,
+        cache: NodeCache | None = None,
     ) -> None:
+        self._cache = cache
+        self._reading = backend if cache is None else cache.backend(backend, config.store_id)
         self._backend = backend
         self._options = options
         self._clock = clock
@@ -80,6 +90,11 @@ class Store:
     def options(self) -> StoreOptions:
         """How the store is worked with."""
         return self._options
+
+    @property
+    def cache(self) -> NodeCache | None:
+        """The cache of the node that it is read through, if the options name one."""
+        return self._cache
 
     def push(
         self,
@@ -218,11 +233,12 @@ class Store:
             named = str(wanted)
             snapshot = resolve_ref(self._backend, wanted.ref).snapshot
         return load_snapshot(
-            self._backend,
+            self._reading,
             snapshot,
             named=named,
             options=self._options,
             cache=self._frame_cache,
+            node_cache=self._cache,
         )
 
     def list(
@@ -392,6 +408,76 @@ class Store:
 
         return get_hint(self._backend, topic, name, limit_bytes=limit_bytes)
 
+    def warm(
+        self,
+        name: SnapshotRef | RefName | str,
+        *,
+        tier: CacheTier | None = None,
+        ranks: Sequence[RankNumber] = (),
+        bytes_per_s: float | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> WarmResult:
+        """Fetch into the node's cache what it lacks of a snapshot.
+
+        What is there already is not fetched again. Safe to interrupt and to repeat.
+
+        Args:
+            name: Which snapshot.
+            tier: Which part of the cache; by default decoded files, if it has that part.
+            ranks: Only these; default all.
+            bytes_per_s: How fast to read from the store at most.
+            progress: Told how far it is.
+
+        Raises:
+            UsageError: No cache was opened with the store, or it has no such part.
+            LookupFailed: There is no such snapshot.
+            IntegrityError: Bytes are damaged or gone.
+        """
+        from snapstore.backend.paced import PacedBackend
+        from snapstore.repository.warming import warm_snapshot, warmed_tier
+
+        tier = warmed_tier(self._cache, tier)
+        snapshot = self.snapshot(name)
+        paced = None
+        if bytes_per_s is not None and self._cache is not None:
+            paced = PacedBackend(self._backend, self._clock, bytes_per_s=bytes_per_s)
+            reading = self._cache.backend(paced, self.config.store_id)
+            snapshot = dataclasses.replace(snapshot, backend=reading)
+        meter = ProgressMeter(progress)
+        try:
+            return warm_snapshot(snapshot, self._options, meter, tier=tier, ranks=ranks)
+        except BaseException:
+            if paced is not None:
+                paced.stop()
+            raise
+
+    def pin(self, name: SnapshotRef | RefName | str) -> SnapshotId:
+        """Keep in the node's cache what it has, and will have, of a snapshot.
+
+        `NodeCache.unpin` takes that back.
+
+        Raises:
+            UsageError: No cache was opened with the store.
+            LookupFailed: There is no such snapshot.
+        """
+        from snapstore.repository.warming import pin_snapshot
+
+        return pin_snapshot(self.snapshot(name), str(name))
+
+    def evict(self, name: SnapshotRef | RefName | str) -> int:
+        """Remove from the node's cache what it has of a snapshot, unless it is pinned or open.
+
+        Returns:
+            How many bytes were freed.
+
+        Raises:
+            UsageError: No cache was opened with the store.
+            LookupFailed: There is no such snapshot.
+        """
+        from snapstore.repository.warming import evict_snapshot
+
+        return evict_snapshot(self.snapshot(name))
+
     def _refuse_overlap(self, directory: Path) -> None:
         """Refuse a tree that contains the store, or that the store contains."""
         if not self.url.startswith("file:"):
@@ -407,6 +493,8 @@ class Store:
     def close(self) -> None:
         """Release connections and descriptors. Idempotent."""
         self._backend.close()
+        if self._cache is not None:
+            self._cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -440,10 +528,10 @@ def init_store(
             with contextlib.suppress(ObjectExists):
                 backend.put_new(ObjectKind.CONFIG, "", [encode_config(new)])
             config = _read_config(backend)
+        return _opened(backend, config, options or StoreOptions(), clock)
     except BaseException:
         backend.close()
         raise
-    return Store(backend, config, options or StoreOptions(), clock)
 
 
 def open_store(
@@ -469,10 +557,19 @@ def open_store(
     backend = _patient(open_backend(url, readonly=readonly, clock=clock), clock)
     try:
         config = _read_config(backend)
+        return _opened(backend, config, options or StoreOptions(), clock)
     except BaseException:
         backend.close()
         raise
-    return Store(backend, config, options or StoreOptions(), clock)
+
+
+def _opened(backend: Backend, config: StoreConfig, options: StoreOptions, clock: Clock) -> Store:
+    cache = None
+    if options.node_cache is not None:
+        from snapstore.cache.node_cache import NodeCache
+
+        cache = NodeCache(options.node_cache, clock=clock)
+    return Store(backend, config, options, clock, cache)
 
 
 def _patient(backend: Backend, clock: Clock) -> Backend:

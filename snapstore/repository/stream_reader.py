@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from snapstore.backend.direct import page_aligned
+from snapstore.backend.direct import copy_bytes, page_aligned
 from snapstore.compression import decode_frame
 from snapstore.format.layout import ZEROS
 from snapstore.options import Integrity
@@ -21,7 +21,6 @@ from snapstore.repository.segments import Segments
 from snapstore.repository.stored_frames import (
     FrameErrors,
     check_stored,
-    copy_bytes,
     is_stored_raw,
     read_unit,
 )
@@ -189,13 +188,14 @@ class StreamReader:
             for frame in planned_frames(frames, unit):
                 with errors.about(frame):
                     start = frame.offset - unit.offset
-                    data = _decoded(frame, stored[start : start + frame.stored_length])
+                    data = stored[start : start + frame.stored_length]
+                    check_stored(self._backend, unit.pack, frame, data)
+                    data = _decoded(frame, data)
                 key = FrameKey(unit.pack.raw, *frame[1:])
                 yield key, DecodedFrame(data.toreadonly())
 
 
 def _decoded(frame: PlannedFrame, stored: memoryview) -> memoryview:
-    check_stored(frame, stored)
     if is_stored_raw(frame):
         # A copy: a view would keep all of the read alive for as long as one frame of it is.
         data = np.empty(len(stored), np.uint8).data

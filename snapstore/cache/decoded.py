@@ -1,0 +1,531 @@
+"""Contents of files, decoded and checked, in files in memory (N1, N2, N4, N5).
+
+A cache file begins with the content, every byte at the offset that it has there, so that it can be
+read, mapped, registered with a device and copied from without the processor's help. Behind it, at
+the next block of the file system, follow a header and one byte for each page: whether it is there.
+The file's name is the digest of the content's chunks and its length.
+
+On tmpfs pages are written; on hugetlbfs, which takes no writes, through a mapping. A file is kept
+from being removed by a shared lock of everybody who has it open.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import contextlib
+import errno
+import mmap
+import os
+import struct
+import threading
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from snapstore.backend.direct import copy_bytes, page_aligned
+from snapstore.cache.contents import CacheEntry, CacheTier
+from snapstore.cache.locks import Patience, claim, try_lock_file
+from snapstore.cache.room import Room
+from snapstore.units import MIB, PAGE_BYTES, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from snapstore.cache.directory import CacheDirectory, Occupant
+    from snapstore.clock import Clock
+
+__all__ = ["Cells", "Content", "DecodedFile", "DecodedTier", "FileKey"]
+
+FILL_BYTES_MAX = 8 * MIB
+"""What is fetched at a time: longer is no faster, and keeps others waiting for longer."""
+
+_MAGIC = b"SNAPDEC1"
+_HEADER = struct.Struct("<8s32sQ")
+_HEADER_BYTES = PAGE_BYTES
+_LABEL_AT = 512
+_LABEL_BYTES_MAX = 1024
+_THERE = b"\1"
+_MISSING = b"\0"
+
+_OPEN_TRIES = 100
+_PATIENCE_S = 60.0
+"""More than fetching a part takes where the storage answers at all."""
+
+
+class FileKey(NamedTuple):
+    """What content it is: the digest of what is known of it, and its length."""
+
+    digest: bytes
+    size_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The name of its cache file."""
+        return f"{self.digest.hex()}-{self.size_bytes}"
+
+    @classmethod
+    def of_name(cls, name: str) -> FileKey | None:
+        """Read a name; None of what is none."""
+        digest, _, size = name.partition("-")
+        try:
+            key = cls(bytes.fromhex(digest), int(size))
+        except ValueError:
+            return None
+        return key if key.name == name else None
+
+
+class Cells:
+    """How content is best divided: the cells cover it in order and begin at pages. Immutable.
+
+    Attributes:
+        is_zeros: Which are zeros, of which nothing is stored.
+        count: How many there are.
+    """
+
+    def __init__(self, starts: Sequence[int], is_zeros: Sequence[bool]) -> None:
+        """Take where each begins, and at the end the length of all."""
+        self._starts = array.array("q", starts)
+        self.is_zeros = bytes(is_zeros)
+        self.count = len(self.is_zeros)
+
+    def begin(self, row: int) -> int:
+        """Where a cell begins; of the one after the last, where the content ends."""
+        return self._starts[row]
+
+    def at(self, offset: int) -> int:
+        """The cell that holds a byte."""
+        return bisect.bisect_right(self._starts, offset) - 1
+
+    def joined(self, row: int, end: int, bytes_max: int) -> int:
+        """Up to which cell to go at once from `row` on, and not beyond what begins before `end`."""
+        last = row + 1
+        if self.is_zeros[row]:
+            return last
+        while (
+            last < self.count
+            and self._starts[last] < end
+            and not self.is_zeros[last]
+            and self._starts[last + 1] - self._starts[row] <= bytes_max
+        ):
+            last += 1
+        return last
+
+    def parts(self, bytes_max: int) -> list[tuple[int, int]]:
+        """Offset and length of what is joined from the first cell to the last."""
+        found = []
+        row = 0
+        while row < self.count:
+            last = self.joined(row, self._starts[-1], bytes_max)
+            found.append((self._starts[row], self._starts[last] - self._starts[row]))
+            row = last
+        return found
+
+
+class Content(Protocol):
+    """Where the content of a file comes from. Thread-safe."""
+
+    @property
+    def key(self) -> FileKey:
+        """Which content."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        ...
+
+    @property
+    def cells(self) -> Cells:
+        """How to divide it."""
+        ...
+
+    def fetch(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with checked bytes from `offset` on; raises `SnapError`."""
+        ...
+
+
+class DecodedTier:
+    """The directory of the cache files. Thread-safe and safe among processes."""
+
+    def __init__(
+        self,
+        directory: CacheDirectory,
+        state: CacheDirectory,
+        budget_bytes: int,
+        clock: Clock,
+        *,
+        is_pinned: Callable[[str], bool],
+    ) -> None:
+        """Take over a directory in memory; `state` has room for a small file.
+
+        Raises:
+            OSError: That cannot be used.
+        """
+        self.directory = directory
+        self.clock = clock
+        self.block_bytes = max(PAGE_BYTES, directory.block_bytes)
+        self.takes_writes = directory.file_system != "hugetlbfs"
+        self._is_pinned = is_pinned
+        self.room = Room(
+            state, "decoded.room", budget_bytes, clock, survey=self.occupants, evict=self.evict
+        )
+
+    def open(self, content: Content) -> DecodedFile:
+        """Open the cache file of some content, or make it.
+
+        Raises:
+            OSError: It cannot be had, or there is no room.
+        """
+        for _ in range(_OPEN_TRIES):
+            fd = self._open_locked(content.key)
+            try:
+                file = DecodedFile(self, content, fd)
+            except _Foreign:
+                os.close(fd)
+                self.directory.unlink(content.key.name)
+                continue
+            except BaseException:
+                os.close(fd)
+                raise
+            return file
+        raise OSError(f"{content.key.name} is removed again and again")
+
+    def _open_locked(self, key: FileKey) -> int:
+        patience = Patience(self.clock, _PATIENCE_S)
+        while True:
+            fd = self.directory.open_file(key.name, create=True)
+            try:
+                locked = try_lock_file(fd, shared=True)
+                if locked and self.directory.is_named(fd, key.name):
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+            # Locked or gone: it is being removed.
+            if not patience.wait():
+                raise OSError(f"{key.name} stays locked")
+
+    def occupants(self) -> list[Occupant]:
+        """Give the cache files, the one that was unused longest first."""
+        return [one for one in self.directory.occupants() if FileKey.of_name(one.name)]
+
+    def entries(self) -> list[CacheEntry]:
+        """What is there, what was unused longest first."""
+        return [self._entry(occupant) for occupant in self.occupants()]
+
+    def _entry(self, occupant: Occupant) -> CacheEntry:
+        key = FileKey.of_name(occupant.name)
+        assert key is not None, occupant.name
+        meta = align_up(key.size_bytes, self.block_bytes)
+        pages = -(-key.size_bytes // PAGE_BYTES)
+        head = b""
+        with contextlib.suppress(OSError):
+            fd = self.directory.open_file(occupant.name, write=False)
+            try:
+                head = os.pread(fd, _HEADER_BYTES + pages, meta)
+            finally:
+                os.close(fd)
+        label = head[_LABEL_AT : _LABEL_AT + _LABEL_BYTES_MAX].rstrip(b"\0")
+        held = head.count(_THERE, _HEADER_BYTES) * PAGE_BYTES
+        return CacheEntry(
+            tier=CacheTier.DECODED,
+            name=occupant.name,
+            label=os.fsdecode(label),
+            size_bytes=key.size_bytes,
+            held_bytes=min(held, key.size_bytes),
+            used_ns=occupant.used_ns,
+            is_pinned=self._is_pinned(occupant.name),
+        )
+
+    def evict(self, occupant: Occupant) -> bool:
+        """Remove a file unless somebody has it open or pinned it; says whether it did."""
+        if self._is_pinned(occupant.name):
+            return False
+        try:
+            fd = self.directory.open_file(occupant.name)
+        except OSError:
+            return False
+        try:
+            if not try_lock_file(fd):
+                return False
+            # Never cut: who has mapped it without keeping it open must not lose pages.
+            self.directory.unlink(occupant.name)
+            return True
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        self.room.close()
+        self.directory.close()
+
+
+class _Foreign(Exception):
+    """The file is not what its name says."""
+
+
+class _Scratch(threading.local):
+    """Memory of one thread for what is being fetched."""
+
+    def __init__(self) -> None:
+        self._memory = page_aligned(0)
+
+    def take(self, size_bytes: int) -> memoryview:
+        if len(self._memory) < size_bytes:
+            self._memory = page_aligned(size_bytes)
+        return self._memory[:size_bytes].data
+
+
+_scratch = _Scratch()
+
+
+class DecodedFile:
+    """One cache file, open. Thread-safe; while it is open it is not removed.
+
+    Attributes:
+        fd: For reading; offsets are those of the content.
+        size_bytes: Length of the content.
+    """
+
+    def __init__(self, tier: DecodedTier, content: Content, fd: int) -> None:
+        """Take over a descriptor that has the shared lock, unless this fails.
+
+        Raises:
+            OSError: There is no room for its marks.
+        """
+        key = content.key
+        self.size_bytes = key.size_bytes
+        self.fd = -1
+        self._tier = tier
+        self._content = content
+        self._name = key.name
+        self._lock = threading.Lock()
+        self._memory: mmap.mmap | None = None
+        self._meta = align_up(key.size_bytes, tier.block_bytes)
+        pages = -(-key.size_bytes // PAGE_BYTES)
+        self._total = align_up(self._meta + _HEADER_BYTES + pages, tier.block_bytes)
+        self._marks = self._prepare(fd)
+        self.fd = tier.directory.open_file(self._name, write=False)
+        self._fd = fd
+        os.utime(fd)
+
+    def _prepare(self, fd: int) -> mmap.mmap:
+        """Make header and marks, or check that they are there."""
+        tier, key = self._tier, self._content.key
+        size = os.fstat(fd).st_size
+        if size not in {0, self._total}:
+            raise _Foreign
+        if not size:
+            if not tier.room.take(self._total - self._meta):
+                raise OSError(errno.ENOSPC, f"no room in {tier.directory.path}")
+            os.ftruncate(fd, self._total)
+        # What is touched through a mapping and has no room would kill the process.
+        os.posix_fallocate(fd, self._meta, self._total - self._meta)
+        marks = mmap.mmap(fd, self._total - self._meta, offset=self._meta)
+        header = _HEADER.pack(_MAGIC, key.digest, key.size_bytes)
+        found = marks[: _HEADER.size]
+        if found == bytes(_HEADER.size):
+            label = os.fsencode(self._content.label)[:_LABEL_BYTES_MAX]
+            marks[_LABEL_AT : _LABEL_AT + len(label)] = label
+            marks[: _HEADER.size] = header
+        elif found != header:
+            marks.close()
+            raise _Foreign
+        return marks
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._tier.directory.path / self._name
+
+    def filled(self, offset: int, length: int) -> bool:
+        """Whether all of a range, which is cut at the end of the content, is there."""
+        end = min(offset + length, self.size_bytes)
+        # A search in C, a nanosecond a page. What others mark is seen at once.
+        first, last = offset // PAGE_BYTES, -(-end // PAGE_BYTES)
+        return self._marks.find(_MISSING, _HEADER_BYTES + first, _HEADER_BYTES + last) < 0
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into`, which lies in the content, from here or from where the content comes.
+
+        Raises:
+            SnapError: What is missing cannot be had.
+        """
+        if not self.filled(offset, into.nbytes):
+            self._walk(offset, into.nbytes, into)
+            return
+        self._pread(offset, into)
+
+    def fill(self, offset: int, length: int) -> bool:
+        """Fetch what is missing of a range that lies in the content.
+
+        Returns:
+            False if there is no room to keep it.
+
+        Raises:
+            SnapError: What is missing cannot be had.
+        """
+        return self.filled(offset, length) or self._walk(offset, length, None)
+
+    def close(self) -> None:
+        """Let it be removed when its turn comes. Idempotent."""
+        with self._lock:
+            fds, self.fd, self._fd = (self.fd, self._fd), -1, -1
+            if fds[1] < 0:
+                return
+            with contextlib.suppress(OSError):
+                os.utime(fds[1])
+            for fd in fds:
+                os.close(fd)
+            self._marks.close()
+            self._memory = None
+
+    def _pread(self, offset: int, into: memoryview) -> None:
+        try:
+            while into.nbytes:
+                count = os.preadv(self.fd, [into], offset)
+                if not count:
+                    raise OSError(f"{self.path} ends before offset {offset}")  # noqa: TRY301
+                into, offset = into[count:], offset + count
+        except OSError:
+            self._content.fetch(offset, into)
+
+    def _walk(self, offset: int, length: int, into: memoryview | None) -> bool:
+        """Go through the cells of a range: read those that are there, fetch the others."""
+        cells = self._content.cells
+        end = offset + length
+        patience = None
+        row = cells.at(offset)
+        while row < cells.count and (begin := cells.begin(row)) < end:
+            if self._has(row):
+                last = row + 1
+                if into is not None:
+                    self._pread(*_within(begin, cells.begin(last), offset, into))
+            else:
+                last = self._fetch_some(row, end, offset, into)
+            if last == row:
+                # Somebody else fetches it.
+                patience = patience or Patience(self._tier.clock, _PATIENCE_S)
+                if patience.wait():
+                    continue
+            if last <= row:
+                return self._go_past(begin, offset, into)
+            row, patience = last, None
+        return True
+
+    def _has(self, row: int) -> bool:
+        begin = self._content.cells.begin(row)
+        return self.filled(begin, self._content.cells.begin(row + 1) - begin)
+
+    def _go_past(self, begin: int, offset: int, into: memoryview | None) -> bool:
+        """Read the rest of a range without keeping it."""
+        if into is not None:
+            begin = max(begin, offset)
+            self._content.fetch(begin, into[begin - offset :])
+        return False
+
+    def _fetch_some(self, row: int, end: int, offset: int, into: memoryview | None) -> int:
+        """Claim and fetch some cells from `row` on.
+
+        Returns:
+            Up to which cell that was done: `row` if somebody else has claimed it, and less if
+            nothing can be kept.
+        """
+        cells = self._content.cells
+        stop = cells.joined(row, end, FILL_BYTES_MAX)
+        try:
+            with claim(self._reopen, cells.begin(row), cells.begin(stop)) as claimed:
+                return self._fetch_claimed(row, cells.at(claimed), offset, into)
+        except OSError:
+            return row - 1
+
+    def _fetch_claimed(self, row: int, stop: int, offset: int, into: memoryview | None) -> int:
+        """Fetch the first cells of a claim, up to one that somebody has filled meanwhile."""
+        cells = self._content.cells
+        stop = next((at for at in range(row, stop) if self._has(at)), stop)
+        if stop <= row:
+            return row
+        begin, end = cells.begin(row), cells.begin(stop)
+        if cells.is_zeros[row]:
+            if not self._keep_zeros(begin, end):
+                return row - 1
+            if into is not None:
+                _, target = _within(begin, end, offset, into)
+                np.frombuffer(target, np.uint8)[:] = 0
+            return stop
+        direct = into is not None and offset <= begin and end <= offset + into.nbytes
+        if direct:
+            assert into is not None
+            data = into[begin - offset : end - offset]
+        else:
+            data = _scratch.take(end - begin)
+        self._content.fetch(begin, data)
+        is_kept = self._keep(begin, data)
+        if into is not None and not direct:
+            at, target = _within(begin, end, offset, into)
+            copy_bytes(target, data[at - begin : at - begin + target.nbytes])
+        return stop if is_kept or into is not None else row - 1
+
+    def _reopen(self) -> int:
+        return self._tier.directory.open_file(self._name)
+
+    def _keep(self, begin: int, data: memoryview) -> bool:
+        """Write checked bytes and mark them as there; False if there is no room."""
+        room = self._tier.room
+        for _ in range(2):
+            if not room.take(data.nbytes):
+                return False
+            try:
+                self._write(begin, data)
+            except OSError as error:
+                room.give_back(data.nbytes)
+                if error.errno not in {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT}:
+                    return False
+                # Others fill this file system as well.
+                room.shrink(2 * data.nbytes)
+                continue
+            self._mark(begin, begin + data.nbytes)
+            return True
+        return False
+
+    def _keep_zeros(self, begin: int, end: int) -> bool:
+        """Mark zeros as there; where nothing was ever written there are some."""
+        try:
+            is_hole = self._tier.takes_writes and os.lseek(self._fd, begin, os.SEEK_DATA) >= end
+        except OSError as error:
+            is_hole = error.errno == errno.ENXIO
+        if is_hole:
+            self._mark(begin, end)
+            return True
+        zeros = memoryview(bytes(min(end - begin, MIB)))
+        return all(
+            self._keep(at, zeros[: min(len(zeros), end - at)])
+            for at in range(begin, end, len(zeros))
+        )
+
+    def _write(self, begin: int, data: memoryview) -> None:
+        if self._tier.takes_writes:
+            while data.nbytes:
+                count = os.pwrite(self._fd, data, begin)
+                begin, data = begin + count, data[count:]
+            return
+        os.posix_fallocate(self._fd, begin, data.nbytes)
+        with self._lock:
+            if self._memory is None:
+                self._memory = mmap.mmap(self._fd, self._meta)
+        with memoryview(self._memory) as view, view[begin : begin + data.nbytes] as target:
+            copy_bytes(target, data)
+
+    def _mark(self, begin: int, end: int) -> None:
+        # The system calls and locks before this order it after the bytes that it stands for.
+        first, last = begin // PAGE_BYTES, -(-end // PAGE_BYTES)
+        self._marks[_HEADER_BYTES + first : _HEADER_BYTES + last] = _THERE * (last - first)
+
+
+def _within(begin: int, end: int, offset: int, into: memoryview) -> tuple[int, memoryview]:
+    """What a cell has of a range: where it begins in the content, and where it belongs."""
+    at = max(begin, offset)
+    return at, into[at - offset : max(min(end, offset + into.nbytes) - offset, 0)]

@@ -1,0 +1,217 @@
+"""Directories that only this user can have prepared, and the files in them (N7)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from snapstore.errors import AccessDenied, PolicyRefused, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["CacheDirectory", "Occupant", "file_system_of"]
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Occupant(NamedTuple):
+    """A file that takes room; in the order in which files should go."""
+
+    used_ns: int
+    name: str
+    size_bytes: int
+
+
+class CacheDirectory:
+    """A directory that is held open: whoever renames paths above it changes nothing here.
+
+    Thread-safe. Methods raise `OSError`; names are single components.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    @classmethod
+    def open(cls, path: Path, *, create: bool = False) -> Self:
+        """Open a directory, or make it.
+
+        Raises:
+            PolicyRefused: Somebody else owns it or may write to it, or it is a symbolic link.
+            UsageError: There is none, or something else has the name.
+            AccessDenied: It cannot be opened or made.
+        """
+        path = path.absolute()
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            if create:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(path, flags)
+        except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+            _require_no_link(path)
+            raise UsageError(
+                f"there is no directory at {path}", next_step="make it, or name another one"
+            ) from error
+        except OSError as error:
+            _require_no_link(path)
+            raise AccessDenied(f"cannot use {path} as a cache: {error.strerror}") from error
+        try:
+            _require_own(path, os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd)
+
+    def below(self, name: str) -> CacheDirectory:
+        """Open a directory in this one, or make it; raises as `open` does."""
+        return CacheDirectory.open(self.path / name, create=True)
+
+    def open_file(self, name: str, *, create: bool = False, write: bool = True) -> int:
+        """Open a file, which must be one; symbolic links are not followed."""
+        flags = os.O_RDWR if write else os.O_RDONLY
+        flags |= os.O_CREAT if create else 0
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        try:
+            _require_own_file(self.path / name, os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def is_named(self, fd: int, name: str) -> bool:
+        """Whether a file that is open still has its name."""
+        try:
+            found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(fd), found)
+
+    def names(self) -> list[str]:
+        """The names of everything in it."""
+        return os.listdir(self._fd)  # noqa: PTH208 - by its descriptor
+
+    def versions(self) -> frozenset[tuple[str, int, int]]:
+        """Something that changes whenever a file in it comes, goes or is replaced."""
+        found = set()
+        for name in self.names():
+            with contextlib.suppress(FileNotFoundError):
+                about = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+                found.add((name, about.st_ino, about.st_mtime_ns))
+        return frozenset(found)
+
+    def occupants(self, prefix: str = "") -> list[Occupant]:
+        """Give the files whose names begin with `prefix`, the one that was unused longest first."""
+        found = []
+        for name in self.names():
+            if name.startswith(prefix):
+                with contextlib.suppress(FileNotFoundError):
+                    about = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+                    if stat.S_ISREG(about.st_mode):
+                        found.append(Occupant(about.st_mtime_ns, name, about.st_blocks * 512))
+        return sorted(found)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file; one that is gone is success."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._fd)
+
+    def read(self, name: str, limit_bytes: int) -> bytes:
+        """Read a small file; of a longer one, one byte more than the limit."""
+        with os.fdopen(self.open_file(name, write=False), "rb") as file:
+            return file.read(limit_bytes + 1)
+
+    def write(self, name: str, data: bytes, *, replace: bool) -> None:
+        """Put a small file there whole.
+
+        Raises:
+            FileExistsError: There is one, and it is not to be replaced.
+        """
+        with self._part(data) as part:
+            if replace:
+                os.replace(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            else:
+                os.link(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def free_bytes(self) -> int:
+        """Room on its file system."""
+        found = os.fstatvfs(self._fd)
+        return found.f_bavail * found.f_frsize
+
+    @property
+    def block_bytes(self) -> int:
+        """In what the file system hands out room: a page, or a huge page."""
+        return os.fstatvfs(self._fd).f_bsize
+
+    @property
+    def file_system(self) -> str:
+        """The type of its file system."""
+        return file_system_of(self._fd)
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _part(self, data: bytes) -> Iterator[str]:
+        name = f".part-{secrets.token_hex(8)}"
+        fd = os.open(
+            name,
+            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+            dir_fd=self._fd,
+        )
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(fd)
+            yield name
+        finally:
+            self.unlink(name)
+
+
+def file_system_of(fd: int) -> str:
+    """Look up the type of the file system that something lies on; empty if nobody says."""
+    device = os.fstat(fd).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0]
+    return ""
+
+
+def _require_own_file(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError(f"{path} is no file of this user")
+
+
+def _require_no_link(path: Path) -> None:
+    if path.is_symlink():
+        raise _refused(path, "is a symbolic link")
+
+
+def _require_own(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise _refused(path, f"belongs to user {found.st_uid}")
+    if found.st_mode & _WRITABLE_BY_OTHERS:
+        raise _refused(path, f"can be written by others (mode {found.st_mode & 0o7777:04o})")
+
+
+def _refused(path: Path, why: str) -> PolicyRefused:
+    return PolicyRefused(
+        f"{path} {why}, so anybody may have prepared what is cached there",
+        next_step="give the cache a directory of its own with mode 0700",
+    )

@@ -1,0 +1,48 @@
+"""A file of a snapshot as the node's cache sees it: which content it is, and how to fetch it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from snapstore.cache.decoded import Cells, FileKey
+from snapstore.fstree import show_path
+from snapstore.repository.lazy import lazy
+from snapstore.units import MIB
+
+if TYPE_CHECKING:
+    from snapstore.repository.file_reader import SnapshotEntry, SnapshotFiles
+
+__all__ = ["FileContent"]
+
+_CELL_BYTES = 2 * MIB
+"""A read of one byte fetches this much: mostly one frame, which has to be decoded whole."""
+
+_ZEROS_BYTES_MIN = 1 * MIB
+
+
+class FileContent:
+    """See `snapstore.cache.decoded.Content`. Thread-safe."""
+
+    def __init__(self, files: SnapshotFiles, entry: SnapshotEntry) -> None:
+        """Look up which content it is; loads the tables of its rank.
+
+        Raises:
+            IntegrityError: They are damaged or gone.
+        """
+        self._files = files
+        self._entry = entry
+        self.key = FileKey(files.content_digest(entry), entry.size_bytes)
+        self.label = show_path(entry.path)
+
+    @lazy
+    def cells(self) -> Cells:
+        """See `Content.cells`."""
+        ranges = self._files.ranges(
+            self._entry, about_bytes=_CELL_BYTES, zeros_bytes_min=_ZEROS_BYTES_MIN
+        )
+        starts = [one.offset for one in ranges]
+        return Cells([*starts, self._entry.size_bytes], [one.is_zeros for one in ranges])
+
+    def fetch(self, offset: int, into: memoryview) -> None:
+        """See `Content.fetch`."""
+        self._files.stream_into(self._entry, offset, into)

@@ -1,0 +1,256 @@
+"""Filling the node's cache with a snapshot before somebody needs it, and what it has of one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, TypeVar
+
+from snapstore.backend.base import ObjectKind
+from snapstore.backend.direct import page_aligned
+from snapstore.cache.cached_backend import CachedBackend
+from snapstore.cache.contents import CacheTier
+from snapstore.cache.pins import Pin
+from snapstore.errors import UsageError
+from snapstore.format import limits
+from snapstore.format.tree import EntryType
+from snapstore.ids import PackId
+from snapstore.repository.file_reader import CACHED_BYTES_MIN
+from snapstore.repository.memory import MemoryPlan
+from snapstore.repository.read_plan import plan_reads
+from snapstore.repository.stored_frames import FrameErrors, check_stored, read_unit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from snapstore.cache.node_cache import CachedFile, NodeCache
+    from snapstore.format.rank import RankNumber
+    from snapstore.ids import SnapshotId
+    from snapstore.options import StoreOptions
+    from snapstore.progress import ProgressMeter
+    from snapstore.repository.read_plan import ReadUnit
+    from snapstore.repository.snapshot import Snapshot
+
+__all__ = [
+    "WarmResult",
+    "cache_files_of",
+    "evict_snapshot",
+    "pin_snapshot",
+    "warm_snapshot",
+    "warmed_tier",
+]
+
+_Item = TypeVar("_Item")
+
+_FILES_AT_ONCE = 64
+"""Each takes two descriptors, and is kept from being removed meanwhile."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WarmResult:
+    """What warming a cache did.
+
+    Attributes:
+        tier: Which part of the cache.
+        wanted_bytes: What the snapshot has: stored bytes of packs, or bytes of files.
+        missed_bytes: What of that the cache did not keep, for want of room.
+        files: Files that are decoded, or 0.
+    """
+
+    tier: CacheTier
+    wanted_bytes: int
+    missed_bytes: int
+    files: int
+
+
+def warm_snapshot(
+    snapshot: Snapshot,
+    options: StoreOptions,
+    meter: ProgressMeter,
+    *,
+    tier: CacheTier,
+    ranks: Sequence[RankNumber] = (),
+) -> WarmResult:
+    """Fetch what the cache lacks of a snapshot, or of some of its ranks.
+
+    Raises:
+        UsageError: There is no such part of the cache.
+        IntegrityError: Bytes are damaged or gone.
+    """
+    cache = _cache_of(snapshot)
+    if not cache.has(tier):
+        raise UsageError(
+            f"the cache at {cache.directory} keeps no {tier.value}",
+            next_step=f"give it room for them: snapstore cache init {cache.directory} …",
+        )
+    memory = MemoryPlan.of(options)
+    wanted = snapshot.backend.capabilities.readers_in_parallel
+    threads = min(max(memory.readers, wanted), memory.readers_max)
+    if tier is CacheTier.PACKS:
+        return _warm_packs(snapshot, memory.read_bytes, meter, ranks, threads)
+    return _warm_decoded(snapshot, cache, meter, ranks, threads)
+
+
+def cache_files_of(snapshot: Snapshot) -> tuple[str, ...]:
+    """The names of all cache files that a snapshot may have.
+
+    Raises:
+        IntegrityError: Its tables are damaged or gone.
+    """
+    names = []
+    backend = snapshot.backend
+    if isinstance(backend, CachedBackend):
+        for rank in snapshot.ranks():
+            objects = [(ObjectKind.RANK, rank.id.hex)]
+            objects += [
+                (ObjectKind.PACK, PackId(bytes(raw)).hex)
+                for raw in rank.layout.packs["id"].tolist()
+            ]
+            objects += [
+                (ObjectKind.LAYOUT, info.name)
+                for info in backend.list(ObjectKind.LAYOUT, f"{rank.id.hex}/")
+            ]
+            names += [backend.file_name(kind, name) for kind, name in objects]
+    if snapshot.node_cache is not None and snapshot.node_cache.has(CacheTier.DECODED):
+        for path in _paths(snapshot, ()):
+            with snapshot.open(path) as file:
+                names.append(file.content().key.name)
+    return tuple(sorted({name for name in names if name is not None}))
+
+
+def warmed_tier(cache: NodeCache | None, tier: CacheTier | None) -> CacheTier:
+    """Which part of a cache to warm: the one that saves most, unless somebody says."""
+    if tier is not None:
+        return tier
+    is_decoded = cache is not None and cache.has(CacheTier.DECODED)
+    return CacheTier.DECODED if is_decoded else CacheTier.PACKS
+
+
+def pin_snapshot(snapshot: Snapshot, label: str) -> SnapshotId:
+    """Pin all cache files that a snapshot may have; see `Store.pin`."""
+    cache = _cache_of(snapshot)
+    cache.pin(Pin(snapshot.id.hex, label, cache_files_of(snapshot)))
+    return snapshot.id
+
+
+def evict_snapshot(snapshot: Snapshot) -> int:
+    """Remove all cache files of a snapshot that may go; see `Store.evict`."""
+    return _cache_of(snapshot).evict(names=cache_files_of(snapshot))
+
+
+def _cache_of(snapshot: Snapshot) -> NodeCache:
+    if snapshot.node_cache is None:
+        raise UsageError(
+            "there is no cache on this node", next_step="name one with --cache or $SNAPSTORE_CACHE"
+        )
+    return snapshot.node_cache
+
+
+def _warm_packs(
+    snapshot: Snapshot,
+    read_bytes: int,
+    meter: ProgressMeter,
+    ranks: Sequence[RankNumber],
+    threads: int,
+) -> WarmResult:
+    backend = snapshot.backend
+    assert isinstance(backend, CachedBackend), backend
+    meter.enter("plan")
+    plan = plan_reads([rank.layout for rank in snapshot.ranks(ranks)], read_bytes_max=read_bytes)
+    meter.enter("warm", plan.stored_bytes)
+    buffers = threading.local()
+    size_bytes = max(read_bytes, limits.FRAME_STORED_BYTES_MAX) + limits.ALIGNMENT_FRAME_BYTES
+
+    def fetch(unit: ReadUnit) -> int:
+        if not hasattr(buffers, "data"):
+            buffers.data = page_aligned(size_bytes).data
+        stored = buffers.data[: unit.length]
+        read_unit(backend, unit, stored)
+        errors = FrameErrors(unit.pack)
+        for frame in plan.frames_of(unit):
+            with errors.about(frame):
+                begin = frame.offset - unit.offset
+                data = stored[begin : begin + frame.stored_length]
+                check_stored(backend, unit.pack, frame, data)
+        meter.add(unit.length)
+        is_kept = backend.holds(ObjectKind.PACK, unit.pack.hex, unit.offset, unit.length)
+        return 0 if is_kept else unit.length
+
+    missed = _fetch_all(fetch, plan.units, threads)
+    return WarmResult(
+        tier=CacheTier.PACKS, wanted_bytes=plan.stored_bytes, missed_bytes=missed, files=0
+    )
+
+
+def _warm_decoded(
+    snapshot: Snapshot,
+    cache: NodeCache,
+    meter: ProgressMeter,
+    ranks: Sequence[RankNumber],
+    threads: int,
+) -> WarmResult:
+    meter.enter("plan")
+    paths = _paths(snapshot, ranks)
+    total = sum(snapshot.entry(path).size_bytes for path in paths)
+    meter.enter("warm", total)
+
+    def fill(part: tuple[CachedFile, int, int]) -> int:
+        file, offset, length = part
+        is_kept = file.ensure(offset, length)
+        meter.add(length)
+        return 0 if is_kept else length
+
+    missed = 0
+    for first in range(0, len(paths), _FILES_AT_ONCE):
+        with contextlib.ExitStack() as opened:
+            files = []
+            for path in paths[first : first + _FILES_AT_ONCE]:
+                file = opened.enter_context(snapshot.open(path))
+                files.append(opened.enter_context(cache.file(file)))
+            parts = ((file, *part) for file in files for part in file.parts())
+            missed += _fetch_all(fill, parts, threads)
+    return WarmResult(
+        tier=CacheTier.DECODED, wanted_bytes=total, missed_bytes=missed, files=len(paths)
+    )
+
+
+def _paths(snapshot: Snapshot, ranks: Sequence[RankNumber]) -> list[bytes]:
+    """The files that are worth decoding, each once."""
+    return [
+        entry.path
+        for entry in snapshot.walk()
+        if entry.type is EntryType.FILE
+        and entry.size_bytes >= CACHED_BYTES_MIN
+        and (not ranks or entry.rank in ranks)
+    ]
+
+
+def _fetch_all(fetch: Callable[[_Item], int], items: Iterable[_Item], threads: int) -> int:
+    """Do something with all items, some at a time, and add up what that gives."""
+    left = iter(items)
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def work() -> int:
+        total = 0
+        try:
+            while not stop.is_set():
+                with lock:
+                    item = next(left, None)
+                if item is None:
+                    break
+                total += fetch(item)
+        except BaseException:
+            stop.set()
+            raise
+        return total
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="snapstore-warm") as executor:
+        try:
+            futures = [executor.submit(work) for _ in range(threads)]
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+    return sum(future.result() for future in futures)
