@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from snapstore.cli.common import Json, Quiet, StoreUrl, Threads, command, parse_ranks, store_url
+from snapstore.cli.common import (
+    CacheDirectory,
+    Json,
+    Memory,
+    Quiet,
+    StoreUrl,
+    Threads,
+    cache_directory,
+    command,
+    parse_ranks,
+    store_url,
+)
 from snapstore.errors import UsageError
 from snapstore.options import Integrity
 from snapstore.units import parse_bytes
@@ -25,52 +36,59 @@ __all__ = ["mount", "umount"]
 _UMOUNT_S = 60.0
 
 
+Places = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME[:TAG] DIR", help="Which snapshot, or NAME@b3:ID; and where, a directory."
+    ),
+]
+AllNames = Annotated[
+    bool, typer.Option("--all", help="Mount all names as NAME/TAG/…; give DIR alone.")
+]
+Ranks = Annotated[
+    list[str] | None, typer.Option(metavar="N|host", help="Only this rank. Repeatable.")
+]
+Foreground = Annotated[
+    bool, typer.Option("--foreground", "-f", help="Serve here, until Ctrl-C or umount.")
+]
+Warm = Annotated[
+    bool, typer.Option("--warm", help="Fetch all in the background, in order of a restore.")
+]
+AllowOther = Annotated[
+    bool | None,
+    typer.Option(
+        "--allow-other/--no-allow-other",
+        help="Let other users in, by the permissions of the files. Default: if root mounts.",
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="How long readers wait for a store that does not answer."),
+]
+ReadAhead = Annotated[
+    str, typer.Option(metavar="SIZE", help="What the kernel reads ahead; 0 leaves it alone.")
+]
+LogFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Where to log. Default: the system's log, or stderr."),
+]
+CheckedBy = Annotated[Integrity, typer.Option(help="Check frames only, or chunk ids as well.")]
+
+
 def mount(
-    places: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME[:TAG] DIR", help="Which snapshot, or NAME@b3:ID; and where, a directory."
-        ),
-    ],
+    places: Places,
     *,
-    all_names: Annotated[
-        bool, typer.Option("--all", help="Mount all names as NAME/TAG/…; give DIR alone.")
-    ] = False,
-    rank: Annotated[
-        list[str] | None, typer.Option(metavar="N|host", help="Only this rank. Repeatable.")
-    ] = None,
-    foreground: Annotated[
-        bool, typer.Option("--foreground", "-f", help="Serve here, until Ctrl-C or umount.")
-    ] = False,
-    warm: Annotated[
-        bool, typer.Option("--warm", help="Fetch all in the background, in order of a restore.")
-    ] = False,
-    allow_other: Annotated[
-        bool | None,
-        typer.Option(
-            "--allow-other/--no-allow-other",
-            help="Let other users in, by the permissions of the files. Default: if root mounts.",
-        ),
-    ] = None,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", help="How long readers wait for a store that does not answer."
-        ),
-    ] = 60.0,
-    integrity: Annotated[
-        Integrity, typer.Option(help="Check frames only, or chunk ids as well.")
-    ] = Integrity.FAST,
-    memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Budget for decoded bytes and buffers.")
-    ] = "512MiB",
-    read_ahead: Annotated[
-        str, typer.Option(metavar="SIZE", help="What the kernel reads ahead; 0 leaves it alone.")
-    ] = "2MiB",
-    log_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Where to log. Default: the system's log, or stderr."),
-    ] = None,
+    all_names: AllNames = False,
+    rank: Ranks = None,
+    foreground: Foreground = False,
+    warm: Warm = False,
+    allow_other: AllowOther = None,
+    timeout: Timeout = 60.0,
+    integrity: CheckedBy = Integrity.FAST,
+    memory: Memory = "512MiB",
+    read_ahead: ReadAhead = "2MiB",
+    log_file: LogFile = None,
+    cache: CacheDirectory = None,
     threads: Threads = 0,
     store: StoreUrl = None,
     json: Json = False,
@@ -87,6 +105,7 @@ def mount(
         from snapstore.mount.options import MountOptions
 
         name, directory = _places(places, all_names=all_names)
+        kept = cache_directory(cache)
         options = MountOptions(
             url=_absolute(store_url(store)),
             name=name,
@@ -95,6 +114,7 @@ def mount(
             memory_bytes=parse_bytes(memory),
             threads=threads,
             integrity=integrity,
+            cache=None if kept is None else kept.absolute(),
             timeout_s=timeout,
             warm=warm,
             allow_other=allow_other,

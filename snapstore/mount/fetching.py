@@ -38,6 +38,8 @@ _SLACK_BYTES = 2 * MIB
 """The kernel asks for what it reads ahead slightly out of order."""
 
 _RETRY_S = 0.5
+_ROUNDS_MAX = 8
+"""How often to wait for blocks that are gone again before they are read."""
 
 
 class StoreSilent(SnapError):
@@ -127,19 +129,22 @@ class Fetcher:
         """
         file = reader.file
         error: SnapError | None = None
+        rounds = 0
         with trio.move_on_after(self._timeout_s):
-            while True:
+            while rounds < _ROUNDS_MAX:
                 data = file.content.peek(offset, length)
                 if data is not None:
                     return data
                 error = await self._bring(reader, offset, length)
                 if error is None:
-                    continue
-                if error.retryable:
+                    rounds += 1
+                elif error.retryable:
                     await trio.sleep(_RETRY_S)
                 else:
-                    # What is damaged may be beside these bytes, in the same block.
-                    return await self._in_thread(lambda: file.content.read(offset, length))
+                    break
+            # What is damaged may be beside these bytes, in the same block; or others take the
+            # room away as soon as they have come.
+            return await self._in_thread(lambda: file.content.read(offset, length))
         raise error or StoreSilent(f"the store has not answered for {self._timeout_s:g} s")
 
     async def _bring(self, reader: Reader, offset: int, length: int) -> SnapError | None:

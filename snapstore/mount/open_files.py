@@ -9,11 +9,7 @@ from snapstore.mount.fetching import OpenFile
 from snapstore.mount.nodes import tree_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from snapstore.mount.content import Content
-    from snapstore.mount.nodes import Forest
-    from snapstore.repository.file_reader import SnapshotFile
 
 __all__ = ["OpenFiles"]
 
@@ -24,9 +20,7 @@ _IDLE_MAX = 1024
 class OpenFiles:
     """One entry for each file, however often it is open. Used by the event loop alone."""
 
-    def __init__(self, forest: Forest, open_content: Callable[[SnapshotFile], Content]) -> None:
-        self._forest = forest
-        self._open_content = open_content
+    def __init__(self) -> None:
         self._files: dict[int, OpenFile] = {}
         self._users: collections.Counter[int] = collections.Counter()
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
@@ -34,10 +28,12 @@ class OpenFiles:
     def __contains__(self, inode: int) -> bool:
         return inode in self._files
 
-    def add(self, inode: int, opened: SnapshotFile, name: str) -> None:
+    def add(self, inode: int, content: Content, name: str) -> None:
         """Add a file, unless somebody else has meanwhile."""
-        if inode not in self._files:
-            self._files[inode] = OpenFile(self._open_content(opened), name)
+        if inode in self._files:
+            content.close()
+        else:
+            self._files[inode] = OpenFile(content, name)
 
     def use(self, inode: int) -> OpenFile:
         """Open a file once more."""

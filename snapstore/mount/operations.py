@@ -63,7 +63,8 @@ class ReadOnlyTree(pyfuse3.Operations):
         self._timeout_s = timeout_s
         self._size_bytes = size_bytes
         self._threads = trio.CapacityLimiter(_TREE_THREADS)
-        self._files = OpenFiles(forest, open_content)
+        self._open_content = open_content
+        self._files = OpenFiles()
         self._readers: dict[int, Reader] = {}
         self._waiting = WaitingReaders()
         self._documents: dict[int, bytes] = {}
@@ -154,8 +155,10 @@ class ReadOnlyTree(pyfuse3.Operations):
         tree, local = self._forest.at(inode)
         document = await self._ask(inode, lambda: tree.document(local))
         if document is None and inode not in self._files:
-            opened = await self._ask(inode, lambda: tree.open(local))
-            self._files.add(inode, opened, tree.path(local))
+            content = await self._ask(
+                inode, lambda: self._open_content(tree.open(local)), may_block=True
+            )
+            self._files.add(inode, content, tree.path(local))
         handle = self._next_handle()
         if document is not None:
             self._documents[handle] = document
@@ -219,7 +222,9 @@ class ReadOnlyTree(pyfuse3.Operations):
         for inode, divide in order:
             tree, local = self._forest.at(inode)
             opened = tree.open(local)
-            self._files.add(inode, opened, tree.path(local))
+            if inode not in self._files:
+                content = await trio.to_thread.run_sync(self._open_content, opened)
+                self._files.add(inode, content, tree.path(local))
             file = self._files.use(inode)
             try:
                 runs = await trio.to_thread.run_sync(divide, opened)
@@ -234,11 +239,13 @@ class ReadOnlyTree(pyfuse3.Operations):
 
     # -- asking the trees
 
-    async def _ask(self, inode: int, question: Callable[[], _Result]) -> _Result:
+    async def _ask(
+        self, inode: int, question: Callable[[], _Result], *, may_block: bool = False
+    ) -> _Result:
         """Ask right here what is known, and on another thread what may take long."""
         tree, local = self._forest.at(inode)
         with _answered(f"inode {inode:x}", None):
-            if not tree.may_block(local):
+            if not may_block and not tree.may_block(local):
                 return question()
             with trio.move_on_after(self._timeout_s):
                 return await trio.to_thread.run_sync(

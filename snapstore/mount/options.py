@@ -38,6 +38,7 @@ class MountOptions:
         threads: Threads that fetch; 0 chooses by the storage.
         integrity: `FAST` checks the checksum of every frame; `STRONG` every chunk against its id
             as well, for which the chunk tables of a rank are read with its first byte.
+        cache: The directory of the node's cache; None for none.
         timeout_s: How long a reader waits for a store that does not answer.
         warm: Fetch everything in the background.
         allow_other: Let other users in. None: if root mounts.
@@ -51,6 +52,7 @@ class MountOptions:
     memory_bytes: int = MEMORY_BYTES_DEFAULT
     threads: int = 0
     integrity: Integrity = Integrity.FAST
+    cache: Path | None = None
     timeout_s: float = 60.0
     warm: bool = False
     allow_other: bool | None = None

@@ -16,7 +16,7 @@ import trio
 from snapstore.clock import SystemClock, format_utc
 from snapstore.errors import SnapError, TargetError, UsageError
 from snapstore.mount.blocks import BlockMemory
-from snapstore.mount.content import OwnContent
+from snapstore.mount.cached import open_cached
 from snapstore.mount.fetching import Fetcher
 from snapstore.mount.names_tree import NamesTree
 from snapstore.mount.nodes import CONTROL_NAME, Forest
@@ -79,7 +79,10 @@ def serve(options: MountOptions, ready: Callable[[Mapping[str, object]], None]) 
     is_service = options.url.startswith("s3:")
     budget = _divide(options, is_service=is_service)
     store_options = StoreOptions(
-        cache_bytes=budget.frames_bytes, integrity=options.integrity, threads=budget.threads
+        cache_bytes=budget.frames_bytes,
+        integrity=options.integrity,
+        threads=budget.threads,
+        node_cache=options.cache,
     )
     with open_store(options.url, store_options, readonly=True) as store:
         _Mount(options, budget, store).run(ready)
@@ -198,7 +201,7 @@ class _Mount:
             log.info("fetched %s of snapshot %s", what, snapshot.id.short)
 
     def _open_content(self, file: SnapshotFile) -> Content:
-        return OwnContent(file, self._memory)
+        return open_cached(file, self._store.cache, self._memory)
 
     def _describe(self, snapshot: Snapshot | None) -> bytes:
         """Write what this mount is, for `.snapstore/mount.json`."""
