@@ -11,7 +11,8 @@ import random
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,55 @@ def test_warm_brings_all_in(shop: Shop, mounts: Mounts) -> None:
     try:
         for name in ("rank-0/weights", "rank-1/weights"):
             assert (mount.directory / name).read_bytes() == shop.files[name]
+    finally:
+        away.rename(packs)
+
+
+# -- the node's cache -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory, which caches need."""
+    with tempfile.TemporaryDirectory(prefix="mount-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("memory_bytes", [256 * MIB, 12 * MIB], ids=["room", "little room"])
+def test_through_the_cache_of_the_node(
+    shop: Shop,
+    mounts: Mounts,
+    tmp_path: Path,
+    memory: Path,
+    rng: random.Random,
+    memory_bytes: int,
+) -> None:
+    """Goal: mounts share a cache, and go on without where it has no room.
+
+    Method: read all through one mount, then move the packs away and read what was kept by another.
+    """
+    cache = tmp_path / "cache"
+    made = run_snapstore(
+        *("cache", "init", cache, "--bytes", "64MiB"),
+        *("--memory", memory, "--memory-bytes", str(memory_bytes)),
+    )
+    assert made.returncode == 0, made.stderr
+    options = ("--cache", str(cache), "--memory", "256MiB")
+    first = mounts.mount("team/model:v1", shop.store, *options)
+    same_trees(first.directory, shop.tree)
+    second = mounts.mount("team/model:v1", shop.store, *options)
+    for name, content in shop.files.items():
+        with (second.directory / name).open("rb", buffering=0) as file:
+            for offset, length in ranges(rng, len(content), 30):
+                assert os.pread(file.fileno(), length, offset) == content[offset:][:length]
+    if memory_bytes < 100 * MIB:
+        return
+    assert second.unmount().returncode == 0
+    third = mounts.mount("team/model:v1", shop.store, *options)
+    packs, away = shop.store / "packs", shop.store / "away"
+    packs.rename(away)
+    try:
+        same_trees(third.directory, shop.tree)
     finally:
         away.rename(packs)
 

@@ -238,6 +238,8 @@ def over_s3(bench: Bench, report: Report, *, with_peers: bool) -> Iterator[Sampl
         if with_peers:
             client = server.client()
             client.upload_file(str(bench.source), bucket, f"plain/{FILE}")
+            # s3fs sees a folder only where there is an object for it.
+            client.put_object(Bucket=bucket, Key="plain/", ContentType="application/x-directory")
             peers = mount_peers.find_peers(report, bench.folder, server, bucket, bench.source)
         for number in range(bench.rounds):
             with snapstore_mount(bench.folder, url) as ours:

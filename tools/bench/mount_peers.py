@@ -111,7 +111,7 @@ class S3fsMount(MountPeer):
         return [
             *(str(self._program), f"{self._bucket}:/plain", str(directory), "-f"),
             *("-o", f"passwd_file={secret},url={self._server.endpoint},use_path_request_style"),
-            *("-o", f"ro,parallel_count={THREADS},multipart_size=16,compat_dir"),
+            *("-o", f"ro,parallel_count={THREADS},multipart_size=16"),
         ]
 
 
