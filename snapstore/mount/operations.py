@@ -49,6 +49,7 @@ class ReadOnlyTree(pyfuse3.Operations):
     """The operations of a mount, on a forest of nodes. Used by the event loop alone."""
 
     enable_writeback_cache = False
+    supports_dot_lookup = False
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from snapstore.format.tree import EntryType, encode_tree
 from snapstore.mount.control import ControlFiles
 from snapstore.mount.nodes import CONTROL, CONTROL_NAME, ROOT, Attributes, inode_of
 from snapstore.mount.parallel import in_parallel
-from snapstore.repository.file_reader import SnapshotFile
+from snapstore.repository.file_reader import SnapshotFile, files_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,7 +104,7 @@ class SnapshotTree:
         with self._lock:
             if self._now is None:
                 snapshot = self._find()
-                files = snapshot.files(self._ranks)
+                files = files_of(snapshot, self._ranks)
                 damaged = self._load_tables(files)
                 self._now = _arrange(self.number, files, self._control(snapshot, files), damaged)
             return self._now

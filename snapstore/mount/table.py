@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import os
 import re
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["TYPE", "Mounted", "is_dead", "mounted_at"]
+__all__ = ["TYPE", "Mounted", "State", "mounted_at", "state_of"]
 
 TYPE = "fuse.snapstore"
 """The type that our mounts have in the table."""
 
 _TABLE = Path("/proc/self/mountinfo")
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
+_ANSWER_S_MAX = 5.0
 _DEAD = {errno.ENOTCONN, errno.ECONNABORTED}
+
+
+class State(enum.Enum):
+    """What can be said of who serves a mount."""
+
+    LIVING = "it answers"
+    SILENT = "it does not answer"
+    DEAD = "it is gone"
 
 
 class Mounted(NamedTuple):
@@ -50,14 +61,24 @@ def mounted_at(directory: Path) -> Mounted | None:
     return found
 
 
-def is_dead(directory: Path) -> bool:
-    """Whether a file system is mounted there whose daemon is gone."""
-    try:
-        # What `stat` tells may be what the kernel remembers; this is always asked.
-        os.statvfs(directory)
-    except OSError as error:
-        return error.errno in _DEAD
-    return False
+def state_of(directory: Path) -> State:
+    """Tell whether who serves a mount answers; takes no longer than a few seconds."""
+    found: list[State] = []
+
+    def ask() -> None:
+        try:
+            # What `stat` tells may be what the kernel remembers; this is always asked.
+            os.statvfs(directory)
+        except OSError as error:
+            found.append(State.DEAD if error.errno in _DEAD else State.LIVING)
+        else:
+            found.append(State.LIVING)
+
+    # Who asks a process that is stopped gets no answer and cannot be called back.
+    thread = threading.Thread(target=ask, daemon=True, name="mount-state")
+    thread.start()
+    thread.join(_ANSWER_S_MAX)
+    return found[0] if found else State.SILENT
 
 
 def _parse(line: bytes) -> Mounted | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from snapstore.clock import SystemClock
 from snapstore.errors import ConcurrencyError, LookupFailed, TargetError, UsageError
-from snapstore.mount.table import TYPE, is_dead, mounted_at
+from snapstore.mount.table import TYPE, State, mounted_at, state_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +31,10 @@ class MountBusy(ConcurrencyError):
     """Somebody uses the mount; it is as it was."""
 
     retryable = True
+
+
+class AlreadyMounted(ConcurrencyError):
+    """A snapshot is mounted there; it is as it was."""
 
 
 def unmount(directory: Path, *, force: bool = False, lazy: bool = False, wait_s: float) -> bool:
@@ -60,8 +64,14 @@ def unmount(directory: Path, *, force: bool = False, lazy: bool = False, wait_s:
             f"what is mounted on {str(directory)!r} is no snapshot, but of type {found.type}",
             next_step="use `umount`",
         )
+    state = state_of(directory)
+    if state is State.SILENT and not (force or lazy):
+        raise MountBusy(
+            f"the process that serves {str(directory)!r} does not answer",
+            next_step="add --force, which fails whoever waits for it, or --lazy",
+        )
     # Asked while it answers; a dead one has no daemon to wait for.
-    daemon = None if is_dead(directory) else _daemon(directory)
+    daemon = _daemon(directory) if state is State.LIVING else None
     try:
         if force:
             _try_command(["umount", "--force", str(directory)])
@@ -74,16 +84,28 @@ def unmount(directory: Path, *, force: bool = False, lazy: bool = False, wait_s:
 
 
 def clear_dead(directory: Path) -> bool:
-    """Take away a mount of ours whose daemon is gone, and whatever dead one is below it.
+    """Take away a mount whose daemon is gone, and whatever dead one is below it.
 
     Returns:
         Whether there was one.
+
+    Raises:
+        ConcurrencyError: A snapshot is mounted there that is served.
     """
     was_there = False
     while True:
         found = mounted_at(directory)
-        if found is None or not found.type.startswith("fuse") or not is_dead(directory):
+        if found is None or not found.type.startswith("fuse"):
             return was_there
+        state = state_of(directory)
+        if state is not State.DEAD:
+            if found.type != TYPE:
+                return was_there
+            raise AlreadyMounted(
+                f"{found.source} is mounted on {str(directory)!r}, and of its process can be said: "
+                f"{state.value}",
+                next_step="`snapstore umount` it first, or give another directory",
+            )
         detach(directory, lazy=True)
         was_there = True
 

@@ -20,6 +20,7 @@ from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.fstree import show_path
 from snapstore.repository.file_content import FileContent
 from snapstore.repository.file_ranges import FileRange, divide_file
+from snapstore.repository.frame_cache import FrameCache
 from snapstore.repository.lazy import lazy
 from snapstore.repository.memory import READ_BYTES
 from snapstore.repository.objects import about
@@ -36,10 +37,9 @@ if TYPE_CHECKING:
     from snapstore.cache.node_cache import CachedFile
     from snapstore.format.rank import RankNumber
     from snapstore.options import Integrity
-    from snapstore.repository.frame_cache import FrameCache
     from snapstore.repository.snapshot import LoadedRank, Snapshot
 
-__all__ = ["SnapshotEntry", "SnapshotFile", "SnapshotFiles"]
+__all__ = ["SnapshotEntry", "SnapshotFile", "SnapshotFiles", "files_of"]
 
 RANGE_BYTES = 8 * MIB
 """Long enough that what a range costs by itself is nothing, short enough for many threads."""
@@ -93,6 +93,21 @@ class SnapshotEntry:
     def is_file(self) -> bool:
         """Whether it has bytes to read."""
         return self.type in {EntryType.FILE, EntryType.HARDLINK}
+
+
+def files_of(snapshot: Snapshot, numbers: Sequence[RankNumber] = ()) -> SnapshotFiles:
+    """Read the trees of the given ranks, or of all, as one tree of files to be read in place.
+
+    Raises:
+        UsageError: The snapshot has no such rank.
+        FormatError: The trees of the ranks are not what a pull would recreate.
+        IntegrityError: They are damaged or gone.
+    """
+    cache = snapshot.cache
+    if cache is None:
+        cache = FrameCache(budget_bytes=snapshot.options.cache_bytes)
+    integrity = snapshot.options.integrity
+    return SnapshotFiles(snapshot, snapshot.ranks(numbers), cache, integrity=integrity)
 
 
 class _RankReaders(NamedTuple):

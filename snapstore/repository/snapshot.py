@@ -231,23 +231,9 @@ class Snapshot:
 
     @lazy
     def _files(self) -> SnapshotFiles:
-        return self.files()
+        from snapstore.repository.file_reader import files_of
 
-    def files(self, numbers: Sequence[RankNumber] = ()) -> SnapshotFiles:
-        """Read the trees of the given ranks, or of all, as one tree of files to be read in place.
-
-        Raises:
-            UsageError: The snapshot has no such rank.
-            FormatError: The trees of the ranks are not what a pull would recreate.
-            IntegrityError: They are damaged or gone.
-        """
-        from snapstore.repository.file_reader import SnapshotFiles
-        from snapstore.repository.frame_cache import FrameCache
-
-        cache = self.cache
-        if cache is None:
-            cache = FrameCache(budget_bytes=self.options.cache_bytes)
-        return SnapshotFiles(self, self.ranks(numbers), cache, integrity=self.options.integrity)
+        return files_of(self)
 
     def rank(self, number: RankNumber) -> LoadedRank:
         """Load one rank.

@@ -9,8 +9,10 @@ import mmap
 import os
 import random
 import shutil
+import signal
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ import pytest
 
 import snapstore
 from snapstore.units import KIB, MIB
-from tests.support.mounts import Mounts, look, names_in, run_snapstore
+from tests.support.mounts import SNAPSTORE, Mounts, look, names_in, run_snapstore
 from tests.support.samples import random_bytes, text
 from tests.support.trees import (
     Data,
@@ -374,7 +376,7 @@ def test_forced_unmount_fails_readers(shop: Shop, mounts: Mounts) -> None:
 
 def test_sigterm_unmounts(shop: Shop, mounts: Mounts) -> None:
     mount = mounts.mount("team/model:v1", shop.store)
-    os.kill(mount.pid, 15)
+    os.kill(mount.pid, signal.SIGTERM)
     wait_until(lambda: "unmounted" in mount.log, "it has unmounted")
     assert stat.S_ISDIR(mount.directory.stat().st_mode)
     assert names_in(mount.directory) == []
@@ -394,6 +396,56 @@ def test_killed_daemon_leaves_nobody_waiting(shop: Shop, mounts: Mounts) -> None
     again.kill()
     assert again.unmount().returncode == 0
     assert names_in(mount.directory) == []
+
+
+def test_a_process_that_does_not_answer(shop: Shop, mounts: Mounts) -> None:
+    """A stopped process holds up neither who unmounts nor who would mount there."""
+    mount = mounts.mount("team/model:v1", shop.store)
+    os.kill(mount.pid, signal.SIGSTOP)
+    try:
+        refused = mount.unmount("--json")
+        assert (refused.returncode, error_of(refused)) == (6, "MountBusy")
+        where = ("team/model:v1", mount.directory, "--store", shop.store, "--json")
+        refused = run_snapstore("mount", *where)
+        assert (refused.returncode, error_of(refused)) == (6, "AlreadyMounted")
+        assert mount.unmount("--force").returncode == 0
+        assert names_in(mount.directory) == []
+    finally:
+        os.kill(mount.pid, signal.SIGCONT)
+    wait_until(lambda: "unmounted" in mount.log, "the process ends")
+
+
+def test_not_twice_in_one_place(shop: Shop, mounts: Mounts) -> None:
+    mount = mounts.mount("team/model:v1", shop.store)
+    where = ("team/model:v1", mount.directory, "--store", shop.store, "--json")
+    refused = run_snapstore("mount", *where)
+    assert (refused.returncode, error_of(refused)) == (6, "AlreadyMounted")
+    assert (mount.directory / "holes").read_bytes() == shop.files["holes"]
+
+
+def error_of(done: subprocess.CompletedProcess[str]) -> str:
+    return str(json.loads(done.stdout)["error"]["code"])
+
+
+def test_in_the_foreground(shop: Shop, fuse: None, mounts: Mounts, tmp_path: Path) -> None:
+    """`--foreground` says that it is ready, logs to stderr, and ends with 0 on SIGINT."""
+    there = tmp_path / "mounts" / "there"
+    there.mkdir()
+    command = ["mount", "-f", "team/model:v1", there, "--store", shop.store, "--json"]
+    with subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, str(SNAPSTORE), *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["pid"] == process.pid
+        assert (there / "rank-1" / "weights").read_bytes() == shop.files["rank-1/weights"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+        assert process.stderr is not None
+        assert "unmounted" in process.stderr.read()
+    assert names_in(there) == []
 
 
 # -- refusals -------------------------------------------------------------------------------------
