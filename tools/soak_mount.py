@@ -57,6 +57,7 @@ class Seen:
     """What came of it."""
 
     right: int = 0
+    short: int = 0
     wrong: int = 0
     errors: int = 0
     kills: int = 0
@@ -92,7 +93,7 @@ class _Readers:
                     found = os.pread(file, length, offset)
                 finally:
                     os.close(file)
-                outcome = "right" if found == content[offset : offset + length] else "wrong"
+                outcome = _compare(found, content[offset : offset + length])
             except OSError:
                 time.sleep(0.05)
             self._note(outcome, time.monotonic() - started_s)
@@ -111,6 +112,13 @@ class _Readers:
         with self._lock:
             setattr(self._seen, outcome, getattr(self._seen, outcome) + 1)
             self._seen.slowest_s = max(self._seen.slowest_s, seconds)
+
+
+def _compare(found: bytes, wanted: bytes) -> str:
+    """Judge what was read; who meets an error after some bytes gets those, and no error yet."""
+    if found == wanted:
+        return "right"
+    return "short" if found and wanted.startswith(found) else "wrong"
 
 
 def soak(what: Soak, folder: Path, weed: Path) -> Seen:
