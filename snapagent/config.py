@@ -43,6 +43,7 @@ RUN_VARIABLE: Final = "SNAPAGENT_RUN_DIR"
 STATE_VARIABLE: Final = "SNAPAGENT_STATE_DIR"
 SOCKET_VARIABLE: Final = "SNAPAGENT_SOCKET"
 STORE_VARIABLE: Final = "SNAPSTORE_URL"
+NODE_CACHE_VARIABLE: Final = "SNAPSTORE_CACHE"
 
 CONFIG_PATH: Final = Path("/etc/snapagent.toml")
 CONFIG_BYTES_MAX: Final = 1 << 20
@@ -164,6 +165,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     cache: Annotated[str, msgspec.Meta(description="Decoded frames that each open store keeps")] = (
         "64MiB"
     )
+    node_cache: Annotated[
+        str,
+        msgspec.Meta(
+            pattern="^(/|$)",
+            description="Directory of the node's cache, which restores read through; empty: none",
+        ),
+    ] = ""
     integrity: Annotated[
         Literal["strong", "fast"],
         msgspec.Meta(description="What is checked of what is read, unless a request says it"),
@@ -212,6 +220,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return Path(self.socket) if self.socket else Path(self.run_directory) / _SOCKET_NAME
 
     @property
+    def node_cache_directory(self) -> Path | None:
+        """Where the node's cache is, if there is one."""
+        return Path(self.node_cache) if self.node_cache else None
+
+    @property
     def agent(self) -> AgentConfig:
         """The part that captures and restores need."""
         return AgentConfig.from_settings(self)
@@ -222,6 +235,7 @@ _VARIABLES: Final = {
     "run_directory": RUN_VARIABLE,
     "state_directory": STATE_VARIABLE,
     "store": STORE_VARIABLE,
+    "node_cache": NODE_CACHE_VARIABLE,
 }
 """Those that are not named after their key."""
 

@@ -18,6 +18,7 @@ from snapagent.linux.network import fresh_network
 # Fixtures that other tests may ask for.
 pytest_plugins = [
     "tests.support.agent",
+    "tests.support.caches",
     "tests.support.criu",
     "tests.support.daemon",
     "tests.support.external",

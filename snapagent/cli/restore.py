@@ -122,6 +122,7 @@ def _here(
         memory_bytes=parse_bytes(budget[0]),
         threads=budget[1],
         integrity=snapstore.Integrity(body.integrity or settings.integrity),
+        node_cache=settings.node_cache_directory,
     )
     request = RestoreRequest(
         name=body.name,

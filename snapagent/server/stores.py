@@ -31,6 +31,7 @@ def options_of(settings: Settings, integrity: str | None = None) -> snapstore.St
         threads=settings.threads,
         cache_bytes=parse_bytes(settings.cache),
         integrity=snapstore.Integrity(integrity or settings.integrity),
+        node_cache=settings.node_cache_directory,
     )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PacedBackend"]
 
+_TICK_S = 1e-6
 _PAUSE_S_MAX = 0.1
 """How soon somebody who waits for his turn notices that all is to stop."""
 
@@ -49,7 +50,7 @@ class PacedBackend:
         with self._lock:
             begin_s = max(self._free_s, self._clock.monotonic_s())
             self._free_s = begin_s + into.nbytes / self._bytes_per_s
-        while (left_s := begin_s - self._clock.monotonic_s()) > 0 and not self._stopped:
+        while (left_s := begin_s - self._clock.monotonic_s()) > _TICK_S and not self._stopped:
             self._clock.sleep_s(min(left_s, _PAUSE_S_MAX))
         if self._stopped:
             raise Interrupted("stopped while waiting to read")

@@ -354,10 +354,10 @@ class DecodedFile:
         Raises:
             SnapError: What is missing cannot be had.
         """
-        if not self.filled(offset, into.nbytes):
+        if self.filled(offset, into.nbytes):
+            self._pread(offset, into)
+        else:
             self._walk(offset, into.nbytes, into)
-            return
-        self._pread(offset, into)
 
     def fill(self, offset: int, length: int) -> bool:
         """Fetch what is missing of a range that lies in the content.
@@ -436,6 +436,8 @@ class DecodedFile:
         """
         cells = self._content.cells
         stop = cells.joined(row, end, FILL_BYTES_MAX)
+        if into is not None and cells.begin(stop) > end and stop > row + 1:
+            stop -= 1  # What is wanted whole goes straight to where it is wanted.
         try:
             with claim(self._reopen, cells.begin(row), cells.begin(stop)) as claimed:
                 return self._fetch_claimed(row, cells.at(claimed), offset, into)

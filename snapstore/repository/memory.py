@@ -105,6 +105,9 @@ class MemoryPlan:
         windows = (left - catalog_bytes) // per_window
         # A reader holds stored bytes, a decoded frame and the planes of one.
         per_reader = READ_BYTES + 2 * limits.FRAME_PLAIN_BYTES_MAX + 2 * MIB
+        if options.node_cache is not None:
+            # What is fetched for either part of the node's cache.
+            per_reader += 2 * READ_BYTES
         readers_max = (budget - _INTERPRETER_BYTES) // per_reader
         return cls(
             threads=threads,

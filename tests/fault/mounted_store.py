@@ -1,5 +1,6 @@
 """A store on real mounts; run by `test_mounts.py` in a mount namespace of its own."""
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -7,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from snapstore.cache.node_cache import NodeCache
 from snapstore.errors import AccessDenied, OutOfSpace, RefNotFound
+from snapstore.options import StoreOptions
 from snapstore.repository import memory
-from snapstore.repository.store import init_store
+from snapstore.repository.store import init_store, open_store
 from snapstore.units import KIB, MIB
 from tests.support.damage import (
     Lab,
@@ -159,6 +162,42 @@ def spool_full(folder: Path) -> None:
     check_store(lab.root)
 
 
+def cache_full(folder: Path) -> None:
+    """A cache on full disks costs its readers nothing but time. Proves: N5, N6.
+
+    Method: disks for stored and decoded bytes that are smaller than what the cache may take there,
+    and than the snapshot; one of them is filled by others as well.
+    """
+    lab = Lab.make(folder, random.Random(1))
+    tree = folder / "large"
+    tree.mkdir()
+    content = random.Random(3).randbytes(6 * MIB)
+    (tree / "noise").write_bytes(content)
+    with init_store(str(lab.root)) as store:
+        store.push(tree, "large")
+    disk, memory = (small_disk(folder / name, "2m") for name in ("disk", "memory"))
+    for place in (disk, memory):
+        place.chmod(0o755)
+    cache = disk / "cache"
+    NodeCache.init(
+        cache, budget_bytes=64 * MIB, memory=memory / "cache", memory_budget_bytes=64 * MIB
+    ).close()
+    for name, ballast in (("first", 0), ("second", 200 * KIB), ("third", 4 * MIB)):
+        with contextlib.suppress(OSError):
+            (disk / "ballast").write_bytes(bytes(ballast))
+        options = StoreOptions(node_cache=cache, threads=2)
+        with open_store(str(lab.root), options) as store:
+            store.pull("large", folder / name)
+            assert (folder / name / "noise").read_bytes() == content
+            with store.snapshot("large").open("noise") as file:
+                assert file.read() == content
+                assert file.read_at(MIB, 5000) == content[MIB : MIB + 5000]
+            assert store.cache is not None
+            stats = store.cache.stats()
+            assert stats.decoded.used_bytes <= 2 * MIB
+            assert store.warm("large").missed_bytes > 0
+
+
 if __name__ == "__main__":
     memory.PACK_BYTES = 120 * KIB
     worlds = {
@@ -166,5 +205,6 @@ if __name__ == "__main__":
         "pull_full": pull_full,
         "readonly": readonly,
         "spool_full": spool_full,
+        "cache_full": cache_full,
     }
     worlds[sys.argv[1]](Path(sys.argv[2]))

@@ -25,7 +25,9 @@ def namespace() -> list[str]:
     return IN_NAMESPACE
 
 
-@pytest.mark.parametrize("world", ["push_full", "pull_full", "readonly", "spool_full"])
+@pytest.mark.parametrize(
+    "world", ["push_full", "pull_full", "readonly", "spool_full", "cache_full"]
+)
 def test_a_real_mount(namespace: list[str], tmp_path: Path, world: str) -> None:
     """What each world shows is said in `mounted_store.py`."""
     script = Path(__file__).with_name("mounted_store.py")
