@@ -11,12 +11,15 @@ from __future__ import annotations
 import collections
 import mmap
 
+import numpy as np
+
 from snapstore.units import GIB, MIB
 
 __all__ = ["BLOCK_BYTES", "BlockMemory", "FileBlocks"]
 
-BLOCK_BYTES = 1 * MIB
-"""No larger, for who reads here and there; what is read in order is fetched many at a time."""
+BLOCK_BYTES = 2 * MIB
+"""A huge page, so that fresh memory is paid for once a block and not once a page. What is read in
+order is fetched several at a time."""
 
 _WINDOW_BYTES = 1 * GIB
 
@@ -29,18 +32,20 @@ _WINDOW_BLOCKS = _WINDOW_BYTES // BLOCK_BYTES
 class _Window:
     """A gibibyte of the addresses of a file; memory is only behind blocks that are filled."""
 
-    __slots__ = ("_map", "used", "view")
+    __slots__ = ("_begin", "_map", "used", "view")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_large: bool) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._map = mmap.mmap(-1, _WINDOW_BYTES, flags=flags)
-        # A huge page would hold neighbours that the budget does not count.
-        self._map.madvise(mmap.MADV_NOHUGEPAGE)
-        self.view = memoryview(self._map)
+        self._map = mmap.mmap(-1, _WINDOW_BYTES + BLOCK_BYTES, flags=flags)
+        address = np.frombuffer(self._map, np.uint8).ctypes.data
+        self._begin = -address % BLOCK_BYTES
+        # A huge page behind a small file would hold more than the file.
+        self._map.madvise(mmap.MADV_HUGEPAGE if is_large else mmap.MADV_NOHUGEPAGE)
+        self.view = memoryview(self._map)[self._begin : self._begin + _WINDOW_BYTES]
         self.used = 0
 
     def give_up(self, offset: int) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED, offset, BLOCK_BYTES)
+        self._map.madvise(mmap.MADV_DONTNEED, self._begin + offset, BLOCK_BYTES)
         self.used -= 1
 
 
@@ -88,7 +93,7 @@ class FileBlocks:
         assert within + count <= _WINDOW_BLOCKS, (first, count)
         window = self._windows.get(number)
         if window is None:
-            window = self._windows[number] = _Window()
+            window = self._windows[number] = _Window(is_large=self.size_bytes >= BLOCK_BYTES)
         window.used += count
         begin = within * BLOCK_BYTES
         length = min(count * BLOCK_BYTES, self.size_bytes - first * BLOCK_BYTES)

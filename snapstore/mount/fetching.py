@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-_TOGETHER_MAX = 8
+_TOGETHER_MAX = 4
 """Blocks that are fetched at once for who reads in order: 8 MiB, as a pull reads."""
 
 _RUN_BYTES_MIN = 256 * KIB

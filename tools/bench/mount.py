@@ -1,6 +1,6 @@
 """Read mounts: beside a bare FUSE file system, beside `pull`, and beside other mounts of S3.
 
-    python -m tools.bench.mount [--size-mib 1024] [--rounds 5] [--no-s3] [--no-peers] [--out FILE]
+    python -m tools.bench.mount [--size-mib 1024] [--rounds 5] [--only PART] [--out FILE]
 
 `--memory DIR` is a tmpfs for the source and the node's cache. Needs root. What is compared is
 interleaved. Before each round the kernel's own cache of the files is dropped, so every byte comes
@@ -35,6 +35,7 @@ from tools.bench.measure import GB, BenchError, Report, Target
 
 NAME = "bench:v1"
 FILE = "pages-1.img"
+PARTS = ("passthrough", "first-byte", "s3")
 RANDOM_READS = 4000
 READ_AHEAD_KIB = 2048
 BUDGET_MIB = 512
@@ -337,7 +338,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"))  # noqa: S108
     parser.add_argument("--size-mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-s3", action="store_true")
+    parser.add_argument("--only", choices=PARTS, action="append", help="default: all")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -351,9 +352,12 @@ def main() -> int:
         source.parent.mkdir()
         write(source, pages(np.random.default_rng([1, 1]), given.size_mib * MIB // PAGE))
         bench = Bench(source, Path(folder), Path(memory), given.rounds)
-        report.samples += against_passthrough(bench)
-        report.samples += first_byte(bench)
-        if not given.no_s3:
+        wanted = given.only or PARTS
+        if "passthrough" in wanted:
+            report.samples += against_passthrough(bench)
+        if "first-byte" in wanted:
+            report.samples += first_byte(bench)
+        if "s3" in wanted:
             report.samples += over_s3(bench, report, with_peers=not given.no_peers)
         judge(report, bench.size_bytes)
         shown = table(report, bench.size_bytes)
