@@ -109,3 +109,20 @@ def test_in_parallel_the_first_error() -> None:
 
     with pytest.raises(UsageError, match="three"):
         in_parallel(work, 10, threads=3)
+
+
+def test_without_the_extra() -> None:
+    """Mounting says what to install; everything else works without pyfuse3."""
+    code = """
+import sys
+sys.modules["pyfuse3"] = None
+sys.argv = ["snapstore", "mount", "a", "/nowhere", "--store", "/nowhere"]
+from snapstore.cli.main import run
+run()
+"""
+    done = subprocess.run(  # noqa: S603 - this interpreter
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "snapstore[fuse]" in done.stderr
+    assert "Traceback" not in done.stderr
