@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from snapstore.mount.blocks import BLOCK_BYTES, BlockMemory
 from snapstore.mount.content import Content, OwnContent
+from snapstore.mount.small import SMALL_BYTES_MAX, SmallContent, SmallMemory
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
@@ -16,10 +17,7 @@ if TYPE_CHECKING:
     from snapstore.cache.node_cache import CachedFile, NodeCache
     from snapstore.repository.file_reader import SnapshotFile
 
-__all__ = ["CachedContent", "open_cached"]
-
-_CACHED_BYTES_MIN = 64 * 1024
-"""Smaller files would take pages of the cache and gain nothing."""
+__all__ = ["CachedContent", "Opener"]
 
 _ANSWER_BYTES_MAX = 1 * MIB
 """The kernel asks for no more at once."""
@@ -29,20 +27,34 @@ _answer = memoryview(mmap.mmap(-1, _ANSWER_BYTES_MAX))
 would be paid for page by page, and a mapping of the cache file would take memory for its holes."""
 
 
-def open_cached(file: SnapshotFile, cache: NodeCache | None, memory: BlockMemory) -> Content:
-    """Open a file of a snapshot, in the cache if that has a use for it; may block.
+class Opener:
+    """Opens files of snapshots, each where its bytes are best kept."""
 
-    Raises:
-        IntegrityError: The tables of its rank are damaged or gone.
-    """
-    own = OwnContent(file, memory)
-    if cache is None or not cache.has_decoded or file.size_bytes < _CACHED_BYTES_MIN:
-        return own
-    cached = cache.file(file)
-    if not cached.is_kept:
-        cached.close()
-        return own
-    return CachedContent(cached, own)
+    def __init__(self, cache: NodeCache | None, memory: BlockMemory) -> None:
+        self._cache = cache if cache is not None and cache.has_decoded else None
+        self._memory = memory
+        self._small = SmallMemory()
+
+    def may_block(self, size_bytes: int) -> bool:
+        """Whether opening a file of this length may take long."""
+        return self._cache is not None and size_bytes > SMALL_BYTES_MAX
+
+    def open(self, file: SnapshotFile) -> Content:
+        """Open a file; may be called on any thread.
+
+        Raises:
+            IntegrityError: The tables of its rank are damaged or gone.
+        """
+        if file.size_bytes <= SMALL_BYTES_MAX:
+            return SmallContent(file, self._small)
+        own = OwnContent(file, self._memory)
+        if self._cache is None:
+            return own
+        cached = self._cache.file(file)
+        if not cached.is_kept:
+            cached.close()
+            return own
+        return CachedContent(cached, own)
 
 
 class CachedContent:

@@ -23,6 +23,7 @@ class OpenFiles:
     def __init__(self) -> None:
         self._files: dict[int, OpenFile] = {}
         self._users: collections.Counter[int] = collections.Counter()
+        self._leaving: set[int] = set()
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
 
     def __contains__(self, inode: int) -> bool:
@@ -39,6 +40,7 @@ class OpenFiles:
         """Open a file once more."""
         self._users[inode] += 1
         self._idle.pop(inode, None)
+        self._leaving.discard(inode)
         return self._files[inode]
 
     def done_with(self, inode: int) -> None:
@@ -48,10 +50,12 @@ class OpenFiles:
             return
         del self._users[inode]
         self._idle[inode] = None
-        for idle in [*self._idle]:
-            too_many = len(self._idle) > _IDLE_MAX
-            if too_many or not self._files[idle].content.outlives_readers:
-                self._drop(idle)
+        if not self._files[inode].content.outlives_readers:
+            self._leaving.add(inode)
+        for leaving in [*self._leaving]:
+            self._drop(leaving)
+        if len(self._idle) > _IDLE_MAX:
+            self._drop(next(iter(self._idle)))
 
     def drop_idle(self, inode: int) -> None:
         """Let go of all files of the tree that this node is of, if nobody has them open."""
@@ -62,7 +66,10 @@ class OpenFiles:
 
     def _drop(self, inode: int) -> None:
         file = self._files[inode]
-        # What is on the way has to arrive first; it is dropped another time.
-        if not file.on_the_way:
+        if file.on_the_way:
+            # It has to arrive first.
+            self._idle.move_to_end(inode)
+        else:
             file.content.close()
             del self._files[inode], self._idle[inode]
+            self._leaving.discard(inode)

@@ -21,7 +21,7 @@ from snapstore.mount.waiting import WaitingReaders
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from snapstore.mount.content import Content
+    from snapstore.mount.cached import Opener
     from snapstore.mount.fetching import Fetcher
     from snapstore.mount.nodes import Attributes, Forest
     from snapstore.repository.file_reader import SnapshotFile
@@ -54,7 +54,7 @@ class ReadOnlyTree(pyfuse3.Operations):
     def __init__(
         self,
         forest: Forest,
-        open_content: Callable[[SnapshotFile], Content],
+        opener: Opener,
         *,
         timeout_s: float,
         size_bytes: int,
@@ -64,7 +64,7 @@ class ReadOnlyTree(pyfuse3.Operations):
         self._timeout_s = timeout_s
         self._size_bytes = size_bytes
         self._threads = trio.CapacityLimiter(_TREE_THREADS)
-        self._open_content = open_content
+        self._opener = opener
         self._files = OpenFiles()
         self._readers: dict[int, Reader] = {}
         self._waiting = WaitingReaders()
@@ -156,8 +156,11 @@ class ReadOnlyTree(pyfuse3.Operations):
         tree, local = self._forest.at(inode)
         document = await self._ask(inode, lambda: tree.document(local))
         if document is None and inode not in self._files:
+            file = await self._ask(inode, lambda: tree.open(local))
             content = await self._ask(
-                inode, lambda: self._open_content(tree.open(local)), may_block=True
+                inode,
+                lambda: self._opener.open(file),
+                may_block=self._opener.may_block(file.size_bytes),
             )
             self._files.add(inode, content, tree.path(local))
         handle = self._next_handle()
@@ -224,7 +227,7 @@ class ReadOnlyTree(pyfuse3.Operations):
             tree, local = self._forest.at(inode)
             opened = tree.open(local)
             if inode not in self._files:
-                content = await trio.to_thread.run_sync(self._open_content, opened)
+                content = await trio.to_thread.run_sync(self._opener.open, opened)
                 self._files.add(inode, content, tree.path(local))
             file = self._files.use(inode)
             try:

@@ -16,7 +16,7 @@ import trio
 from snapstore.clock import SystemClock, format_utc
 from snapstore.errors import SnapError, TargetError, UsageError
 from snapstore.mount.blocks import BlockMemory
-from snapstore.mount.cached import open_cached
+from snapstore.mount.cached import Opener
 from snapstore.mount.fetching import Fetcher
 from snapstore.mount.names_tree import NamesTree
 from snapstore.mount.nodes import CONTROL_NAME, Forest
@@ -33,9 +33,7 @@ from snapstore.version import VERSION
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from snapstore.mount.content import Content
     from snapstore.mount.options import MountOptions
-    from snapstore.repository.file_reader import SnapshotFile
     from snapstore.repository.snapshot import Snapshot
     from snapstore.repository.store import Store
 
@@ -124,7 +122,6 @@ class _Mount:
         self._store = store
         self._clock = SystemClock()
         self._since = format_utc(self._clock.now_ns())
-        self._memory = BlockMemory(budget_bytes=budget.blocks_bytes)
         self._forest = Forest()
         self._snapshot: Snapshot | None = None
         self._tree: SnapshotTree | None = None
@@ -145,7 +142,7 @@ class _Mount:
             size_bytes = sum(rank.entry.logical_bytes for rank in files.ranks)
         operations = ReadOnlyTree(
             self._forest,
-            self._open_content,
+            Opener(self._store.cache, BlockMemory(budget_bytes=self._budget.blocks_bytes)),
             timeout_s=options.timeout_s,
             size_bytes=size_bytes,
         )
@@ -199,9 +196,6 @@ class _Mount:
         else:
             what = "all" if done else "what memory has room for"
             log.info("fetched %s of snapshot %s", what, snapshot.id.short)
-
-    def _open_content(self, file: SnapshotFile) -> Content:
-        return open_cached(file, self._store.cache, self._memory)
 
     def _describe(self, snapshot: Snapshot | None) -> bytes:
         """Write what this mount is, for `.snapstore/mount.json`."""
