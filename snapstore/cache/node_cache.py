@@ -50,16 +50,15 @@ class CachedFile:
     """A file of a snapshot, read through the part of the cache that is in memory. Thread-safe.
 
     While it is open, what the cache has of the file stays there. A context manager.
+
+    Attributes:
+        size_bytes: Length of the file.
     """
 
     def __init__(self, content: Content, decoded: DecodedFile | None) -> None:
         self._content = content
         self._decoded = decoded
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the file."""
-        return self._content.key.size_bytes
+        self.size_bytes = content.key.size_bytes
 
     @property
     def is_kept(self) -> bool:
@@ -92,7 +91,7 @@ class CachedFile:
     def parts(self) -> list[tuple[int, int]]:
         """Divide the file into ranges, offset and length, that are best ensured each as one.
 
-        They cover the file in order and are of 8 MiB at most, but for zeros that are not stored.
+        They cover the file in order and are of 16 MiB at most, but for zeros that are not stored.
         """
         return self._content.cells.parts(FILL_BYTES_MAX)
 
@@ -120,12 +119,12 @@ class CachedFile:
         with memoryview(buffer) as view:
             if view.readonly:
                 raise TypeError("cannot read into a buffer that is read-only")
-            with view.cast("B") as into:
-                self._require_within(offset, into.nbytes)
-                if self._decoded is None:
-                    self._content.fetch(offset, into)
-                else:
-                    self._decoded.read(offset, into)
+            self._require_within(offset, view.nbytes)
+            into = view.cast("B")
+            if self._decoded is None:
+                self._content.fetch(offset, into)
+            else:
+                self._decoded.read(offset, into)
 
     def close(self) -> None:
         """Let the cache remove it when its turn comes. Idempotent."""

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["mount", "umount"]
 
-_UMOUNT_S = 60.0
+_UMOUNT_S = 30.0
+_SHOWN_MAX = 5
 
 
 Places = Annotated[
@@ -143,10 +144,18 @@ def umount(
     with command(json=json, quiet=quiet) as console:
         from snapstore.mount.unmount import unmount
 
-        has_ended = unmount(directory, force=force, lazy=lazy, wait_s=_UMOUNT_S)
-        if not has_ended:
+        done = unmount(directory, force=force, lazy=lazy, wait_s=_UMOUNT_S)
+        if done.seen_by:
+            shown = ", ".join(map(str, done.seen_by[:_SHOWN_MAX]))
+            console.warn(f"processes with mounts of their own still have it: {shown}")
+        elif not (done.has_ended or lazy):
             console.warn("the process that served it has not ended yet")
-        console.result({"directory": str(directory), "ended": has_ended}, f"unmounted {directory}")
+        document = {
+            "directory": str(directory),
+            "ended": done.has_ended,
+            "seen_by": done.seen_by,
+        }
+        console.result(document, f"unmounted {directory}")
 
 
 def _require_extra() -> None:

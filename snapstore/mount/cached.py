@@ -121,5 +121,5 @@ class CachedContent:
 
     def close(self) -> None:
         """See `Content.close`."""
-        self._own.close()
         self._cached.close()
+        self._own.close()

@@ -116,8 +116,9 @@ class OwnContent:
 
     def read(self, offset: int, length: int) -> bytes:
         """See `Content.read`."""
-        return self._file.read_at(offset, length)
+        return self._file.read_exactly(offset, length)
 
     def close(self) -> None:
         """See `Content.close`."""
         self._memory.forget(self._blocks)
+        self._file.close()

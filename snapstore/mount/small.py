@@ -86,9 +86,10 @@ class SmallContent:
 
     def read(self, offset: int, length: int) -> bytes:
         """See `Content.read`."""
-        return self._file.read_at(offset, length)
+        return self._file.read_exactly(offset, length)
 
     def close(self) -> None:
         """See `Content.close`."""
         self._memory.remove(self)
         self.data = None
+        self._file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import os
@@ -10,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["TYPE", "Mounted", "State", "mounted_at", "state_of"]
+__all__ = ["TYPE", "Mounted", "State", "mounted_at", "seen_elsewhere", "state_of"]
 
 TYPE = "fuse.snapstore"
 """The type that our mounts have in the table."""
@@ -79,6 +80,23 @@ def state_of(directory: Path) -> State:
     thread.start()
     thread.join(_ANSWER_S_MAX)
     return found[0] if found else State.SILENT
+
+
+def seen_elsewhere(device: str) -> list[int]:
+    """The processes, as far as they may be looked at, that have a mount of a device."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):
+                lines = (folder / "mountinfo").read_bytes().splitlines()
+                if any(_is_of(line, device) for line in lines):
+                    found.append(int(folder.name))
+    return sorted(found)
+
+
+def _is_of(line: bytes, device: str) -> bool:
+    entry = _parse(line)
+    return entry is not None and entry.device == device and entry.type == TYPE
 
 
 def _parse(line: bytes) -> Mounted | None:

@@ -8,19 +8,20 @@ import os
 import select
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from snapstore.clock import SystemClock
 from snapstore.errors import ConcurrencyError, LookupFailed, TargetError, UsageError
-from snapstore.mount.table import TYPE, State, mounted_at, state_of
+from snapstore.mount.table import TYPE, State, mounted_at, seen_elsewhere, state_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["clear_dead", "detach", "unmount"]
+__all__ = ["Unmounted", "clear_dead", "detach", "unmount"]
 
 _COMMAND_S_MAX = 30.0
-_POLL_S = 0.01
+_POLL_S = 0.05
+_ENDING_S = 2.0
 
 
 class NotMounted(LookupFailed):
@@ -37,17 +38,31 @@ class AlreadyMounted(ConcurrencyError):
     """A snapshot is mounted there; it is as it was."""
 
 
-def unmount(directory: Path, *, force: bool = False, lazy: bool = False, wait_s: float) -> bool:
+class Unmounted(NamedTuple):
+    """What became of a mount that was taken away.
+
+    Attributes:
+        has_ended: Whether the process that served it has ended, as far as is known.
+        seen_by: Processes of other mount namespaces that still have it.
+    """
+
+    has_ended: bool
+    seen_by: list[int]
+
+
+def unmount(
+    directory: Path, *, force: bool = False, lazy: bool = False, wait_s: float
+) -> Unmounted:
     """Take a mount away; returns when it and its daemon are gone.
+
+    Containers that were started meanwhile have a mount of their own of it. Then the daemon goes on
+    for them, and this returns.
 
     Args:
         directory: The mount point.
-        force: Fail what readers wait for, and detach.
+        force: Fail what readers wait for, and detach; everywhere.
         lazy: Detach at once; the daemon ends when the last file is closed, which is not waited for.
         wait_s: How long to wait for the end of the daemon.
-
-    Returns:
-        Whether the daemon is known to have ended.
 
     Raises:
         LookupFailed: Nothing is mounted there.
@@ -77,7 +92,8 @@ def unmount(directory: Path, *, force: bool = False, lazy: bool = False, wait_s:
             _try_command(["umount", "--force", str(directory)])
         if mounted_at(directory) is not None:
             detach(directory, lazy=lazy or force)
-        return lazy or daemon is None or _ended(daemon, wait_s)
+        has_ended = daemon is None or _ended(daemon, 0 if lazy else wait_s, found.device)
+        return Unmounted(has_ended, [] if has_ended else seen_elsewhere(found.device))
     finally:
         if daemon is not None:
             os.close(daemon)
@@ -162,14 +178,16 @@ def _daemon(directory: Path) -> int | None:
     return None
 
 
-def _ended(daemon: int, wait_s: float) -> bool:
+def _ended(daemon: int, wait_s: float, device: str) -> bool:
+    """Wait for the end of the daemon, or until it is clear that it goes on for others."""
     clock = SystemClock()
     deadline_s = clock.monotonic_s() + wait_s
     poll = select.poll()
     poll.register(daemon, select.POLLIN)
-    left_s = wait_s
-    while left_s > 0:
-        if poll.poll(left_s * 1000):
-            return True
-        left_s = deadline_s - clock.monotonic_s()
-    return False
+    while not poll.poll(_POLL_S * 1000):
+        if clock.monotonic_s() >= deadline_s:
+            return False
+        if device and seen_elsewhere(device):
+            # They may be ending as well; one more look, for those that are.
+            return bool(poll.poll(_ENDING_S * 1000))
+    return True

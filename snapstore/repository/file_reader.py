@@ -417,6 +417,21 @@ class SnapshotFile(io.RawIOBase):
             self.read_into(offset, data)
         return bytes(data)
 
+    def read_exactly(self, offset: int, size_bytes: int) -> bytes:
+        """Read a range past the node's cache, which takes in what is beside it. Thread-safe.
+
+        For who was told of damage, which may be beside the range as well.
+
+        Raises:
+            UsageError: The range does not lie within the file.
+            IntegrityError: Bytes are damaged or gone.
+        """
+        self._require_open()
+        self._require_within(offset, size_bytes)
+        data = bytearray(size_bytes)
+        self._files.read_into(self.entry, offset, memoryview(data))
+        return bytes(data)
+
     def read_into(self, offset: int, buffer: Buffer, *, streaming: bool = False) -> None:
         """Fill all of a buffer with the file's bytes from `offset` on. Thread-safe.
 

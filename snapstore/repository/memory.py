@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Self
 
+from snapstore.cache.decoded import FILL_BYTES_MAX
 from snapstore.format import limits
 from snapstore.options import Compression
 from snapstore.repository.ingest import INGEST_BUFFER_BYTES
@@ -107,7 +108,7 @@ class MemoryPlan:
         per_reader = READ_BYTES + 2 * limits.FRAME_PLAIN_BYTES_MAX + 2 * MIB
         if options.node_cache is not None:
             # What is fetched for either part of the node's cache.
-            per_reader += 2 * READ_BYTES
+            per_reader += READ_BYTES + FILL_BYTES_MAX
         readers_max = (budget - _INTERPRETER_BYTES) // per_reader
         return cls(
             threads=threads,

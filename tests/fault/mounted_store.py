@@ -1,6 +1,7 @@
 """A store on real mounts; run by `test_mounts.py` in a mount namespace of its own."""
 
 import contextlib
+import mmap
 import random
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from snapstore.errors import AccessDenied, OutOfSpace, RefNotFound
 from snapstore.options import StoreOptions
 from snapstore.repository import memory
 from snapstore.repository.store import init_store, open_store
-from snapstore.units import KIB, MIB
+from snapstore.units import GIB, KIB, MIB
+from tests.support.caches import ByteContent
 from tests.support.damage import (
     Lab,
     age,
@@ -25,6 +27,9 @@ from tests.support.damage import (
     tree_state,
 )
 from tests.support.schemas import check_store
+
+HUGE_PAGES = 14
+"""As many as two decoded files need there, and one that is of no use."""
 
 
 def mount(*arguments: str | Path) -> None:
@@ -198,6 +203,44 @@ def cache_full(folder: Path) -> None:
             assert store.warm("large").missed_bytes > 0
 
 
+def cache_huge(folder: Path) -> None:
+    """Decoded files in huge pages: filled, mapped, found again, and without room read past them.
+
+    Method: as many huge pages as two of four files need. Proves: N1, N6.
+    """
+    memory = folder / "huge"
+    memory.mkdir()
+    mount("-t", "hugetlbfs", "none", memory)
+    memory.chmod(0o755)
+    data = bytearray(random.Random(1).randbytes(9 * MIB + 777))
+    data[4 * MIB : 6 * MIB] = bytes(2 * MIB)
+    with NodeCache.init(
+        folder / "cache", budget_bytes=0, memory=memory / "cache", memory_budget_bytes=GIB
+    ) as cache:
+        contents = [
+            ByteContent(bytes(data), 256, frozenset({4, 5}), label=f"file {number}")
+            for number in range(4)
+        ]
+        kept = 0
+        with contextlib.ExitStack() as opened:
+            for content in contents:
+                file = opened.enter_context(cache.open_content(content))
+                found = bytearray(len(data))
+                file.read_into(0, found)
+                assert found == data
+                if not file.filled(0, len(data)):
+                    continue
+                kept += 1
+                with mmap.mmap(file.fd, 12 * MIB, prot=mmap.PROT_READ) as mapped:
+                    assert mapped[: len(data)] == data
+                with cache.open_content(content) as again:
+                    assert again.filled(0, len(data))
+        assert kept == 2
+        assert cache.stats().decoded.used_bytes <= HUGE_PAGES * 2 * MIB
+        cache.evict()
+        assert cache.stats().decoded.used_bytes == 0
+
+
 if __name__ == "__main__":
     memory.PACK_BYTES = 120 * KIB
     worlds = {
@@ -206,5 +249,6 @@ if __name__ == "__main__":
         "readonly": readonly,
         "spool_full": spool_full,
         "cache_full": cache_full,
+        "cache_huge": cache_huge,
     }
     worlds[sys.argv[1]](Path(sys.argv[2]))

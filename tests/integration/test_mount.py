@@ -361,12 +361,33 @@ def test_unmount_while_in_use(shop: Shop, mounts: Mounts) -> None:
     wait_until(lambda: "unmounted" in mount.log, "the daemon ends with the last file")
 
 
+def test_a_container_keeps_its_mount(shop: Shop, mounts: Mounts) -> None:
+    """Who has a mount namespace of their own goes on, and `umount` says so; --force ends it."""
+    mount = mounts.mount("team/model:v1", shop.store)
+    command = ["unshare", "--mount", "--propagation", "private"]
+    reader = [sys.executable, "-c", "import sys; sys.stdin.read(1); open(sys.argv[1], 'rb').read()"]
+    with subprocess.Popen(  # noqa: S603 - fixed programs
+        [*command, *reader, mount.directory / "rank-0" / "weights"], stdin=subprocess.PIPE
+    ) as container:
+        table = Path(f"/proc/{container.pid}/ns/mnt")
+        wait_until(lambda: table.readlink() != Path("/proc/self/ns/mnt").readlink(), "it is apart")
+        done = mount.unmount("--json")
+        assert done.returncode == 0
+        assert json.loads(done.stdout)["seen_by"] == [container.pid]
+        assert names_in(mount.directory) == []
+        assert "still have it" in done.stderr
+        container.communicate(b"x")
+    assert container.returncode == 0
+    wait_until(lambda: "unmounted" in mount.log, "the daemon ends with the last mount")
+
+
 def test_forced_unmount_fails_readers(shop: Shop, mounts: Mounts) -> None:
     mount = mounts.mount("team/model:v1", shop.store)
     file = os.open(mount.directory / "rank-1" / "weights", os.O_RDONLY)
     done = mount.unmount("--force", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"directory": str(mount.directory), "ended": True}
+    document = {"directory": str(mount.directory), "ended": True, "seen_by": []}
+    assert json.loads(done.stdout) == document
     with pytest.raises(OSError, match=r"not connected|abort|Input/output") as caught:
         os.pread(file, 10, 5 * MIB)
     assert caught.value.errno in {errno.ENOTCONN, errno.ECONNABORTED, errno.EIO}
