@@ -23,7 +23,7 @@ from snapstore.mount.nodes import CONTROL_NAME, Forest
 from snapstore.mount.operations import ReadOnlyTree
 from snapstore.mount.snapshot_tree import SnapshotTree
 from snapstore.mount.table import mounted_at
-from snapstore.mount.unmount import clear_dead
+from snapstore.mount.unmount import clear_dead, detach
 from snapstore.mount.warm import restore_order
 from snapstore.options import StoreOptions
 from snapstore.repository.store import open_store
@@ -228,9 +228,13 @@ def _mount(operations: ReadOnlyTree, options: MountOptions) -> None:
     is_root = os.geteuid() == 0
     if is_root if options.allow_other is None else options.allow_other:
         words.add("allow_other")
+    before = mounted_at(options.directory)
     try:
         pyfuse3.init(operations, str(options.directory), words)
     except RuntimeError as error:
+        if mounted_at(options.directory) != before:
+            # libfuse may have mounted before it found out that it cannot go on.
+            detach(options.directory, lazy=True)
         raise TargetError(
             f"cannot mount on {str(options.directory)!r}: {error}",
             next_step="it takes root, or the package fuse3, a directory of one's own and, for "

@@ -9,9 +9,14 @@ import os
 import re
 import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-__all__ = ["TYPE", "Mounted", "State", "mounted_at", "seen_elsewhere", "state_of"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TYPE", "Mounted", "State", "answered", "mounted_at", "seen_elsewhere", "state_of"]
+
+_Answer = TypeVar("_Answer")
 
 TYPE = "fuse.snapstore"
 """The type that our mounts have in the table."""
@@ -64,22 +69,28 @@ def mounted_at(directory: Path) -> Mounted | None:
 
 def state_of(directory: Path) -> State:
     """Tell whether who serves a mount answers; takes no longer than a few seconds."""
-    found: list[State] = []
 
-    def ask() -> None:
+    def ask() -> State:
         try:
             # What `stat` tells may be what the kernel remembers; this is always asked.
             os.statvfs(directory)
         except OSError as error:
-            found.append(State.DEAD if error.errno in _DEAD else State.LIVING)
-        else:
-            found.append(State.LIVING)
+            return State.DEAD if error.errno in _DEAD else State.LIVING
+        return State.LIVING
 
+    return answered(ask) or State.SILENT
+
+
+def answered(question: Callable[[], _Answer]) -> _Answer | None:
+    """Ask something of a file system; None if no answer comes within a few seconds."""
+    found: list[_Answer] = []
     # Who asks a process that is stopped gets no answer and cannot be called back.
-    thread = threading.Thread(target=ask, daemon=True, name="mount-state")
-    thread.start()
-    thread.join(_ANSWER_S_MAX)
-    return found[0] if found else State.SILENT
+    asking = threading.Thread(
+        target=lambda: found.append(question()), daemon=True, name="mount-state"
+    )
+    asking.start()
+    asking.join(_ANSWER_S_MAX)
+    return found[0] if found else None
 
 
 def seen_elsewhere(device: str) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snapstore.clock import SystemClock
 from snapstore.errors import ConcurrencyError, LookupFailed, TargetError, UsageError
-from snapstore.mount.table import TYPE, State, mounted_at, seen_elsewhere, state_of
+from snapstore.mount.table import TYPE, State, answered, mounted_at, seen_elsewhere, state_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,6 +21,7 @@ __all__ = ["Unmounted", "clear_dead", "detach", "unmount"]
 
 _COMMAND_S_MAX = 30.0
 _POLL_S = 0.05
+_DOCUMENT_BYTES_MAX = 1 << 16
 _ENDING_S = 2.0
 
 
@@ -171,10 +172,20 @@ def _try_command(command: list[str]) -> str | None:
 
 
 def _daemon(directory: Path) -> int | None:
-    """Open the process that serves a mount, if it says and can be seen."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        document = json.loads((directory / ".snapstore" / "mount.json").read_bytes())
-        return os.pidfd_open(int(document["pid"]))
+    """Open the process that serves a mount, if it says and can be seen.
+
+    Anybody may say so who mounts something of this type: the process is only waited for.
+    """
+
+    def read() -> bytes:
+        try:
+            with (directory / ".snapstore" / "mount.json").open("rb") as file:
+                return file.read(_DOCUMENT_BYTES_MAX)
+        except OSError:
+            return b""
+
+    with contextlib.suppress(OSError, OverflowError, ValueError, KeyError, TypeError):
+        return os.pidfd_open(int(json.loads(answered(read) or b"")["pid"]))
     return None
 
 

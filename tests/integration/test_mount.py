@@ -33,6 +33,7 @@ from tests.support.trees import (
     same_trees,
     write_tree,
 )
+from tests.support.users import as_nobody, nobodys_directory
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -227,6 +228,7 @@ def test_many_at_once(shop: Shop, mounts: Mounts, rng: random.Random) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(read, rng.getrandbits(32)) for _ in range(16)]:
             done.result(timeout=120)
+    assert mount.peak_bytes <= 256 * MIB
 
 
 def test_warm_brings_all_in(shop: Shop, mounts: Mounts) -> None:
@@ -343,6 +345,34 @@ def test_all_names(mounts: Mounts, tmp_path: Path) -> None:
         store.remove("team/model:v2")
         wait_until(lambda: not (model / "v2").exists(), "the name is gone")
     assert not (root / "nobody").exists()
+
+
+# -- other users ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_other_users(mounts: Mounts, tmp_path: Path, allowed: bool) -> None:  # noqa: FBT001
+    """Others see what the permissions of files let them see, or nothing at all."""
+    tree = tmp_path / "tree"
+    tree.mkdir(mode=0o755)
+    for name, mode in (("for-all", 0o644), ("for-root", 0o600)):
+        (tree / name).write_bytes(b"content")
+        (tree / name).chmod(mode)
+    url = f"file://{tmp_path / 'store'}"
+    with snapstore.init_store(url) as store:
+        store.push(tree, "a")
+    with nobodys_directory() as directory:
+        mount = mounts.mount(
+            "a", url, *([] if allowed else ["--no-allow-other"]), directory=directory
+        )
+        try:
+            with as_nobody():
+                if allowed:
+                    assert (directory / "for-all").read_bytes() == b"content"
+                with pytest.raises(PermissionError):
+                    (directory / ("for-root" if allowed else "for-all")).read_bytes()
+        finally:
+            assert mount.unmount().returncode == 0
 
 
 # -- unmounting -----------------------------------------------------------------------------------

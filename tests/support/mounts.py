@@ -41,6 +41,13 @@ class Mount:
         return int(self.about["pid"])
 
     @property
+    def peak_bytes(self) -> int:
+        """The most memory that process has had."""
+        status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
+        (peak,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+        return int(peak.split()[1]) * 1024
+
+    @property
     def log(self) -> str:
         """What it has logged."""
         return self.log_file.read_text(encoding="utf-8")
