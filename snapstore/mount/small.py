@@ -45,9 +45,9 @@ class SmallMemory:
 class SmallContent:
     """A small file, all of it or nothing (`Content`)."""
 
-    # While nobody has it open, the kernel and the cache of frames have its bytes.
-    outlives_readers = False
-    is_bounded = True
+    outlives_readers = True
+    # What is taken away for it are small files of before, not what was fetched of large ones.
+    is_bounded = False
 
     def __init__(self, file: SnapshotFile, memory: SmallMemory) -> None:
         self._file = file
