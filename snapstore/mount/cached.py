@@ -24,7 +24,8 @@ _ANSWER_BYTES_MAX = 1 * MIB
 
 _answer = memoryview(mmap.mmap(-1, _ANSWER_BYTES_MAX))
 """Where answers are put together: one at a time, and sent before the next. Fresh memory for each
-would be paid for page by page, and a mapping of the cache file would take memory for its holes."""
+would be paid for page by page. A mapping of the cache file, which would spare the copy, costs more
+than that in page faults, and takes memory for holes."""
 
 
 class Opener:
