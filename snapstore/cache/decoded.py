@@ -196,6 +196,20 @@ class DecodedTier:
             return file
         raise OSError(f"{content.key.name} is removed again and again")
 
+    def find(self, key: FileKey) -> FoundFile | None:
+        """Open the cache file of some content for reading what is filled, if there is one."""
+        try:
+            fd = self.directory.open_file(key.name, write=False)
+        except OSError:
+            return None
+        try:
+            if try_lock_file(fd, shared=True) and self.directory.is_named(fd, key.name):
+                return FoundFile(fd, key, self.block_bytes)
+        except (OSError, _Foreign):
+            _log.debug("%s is no use", key.name)
+        os.close(fd)
+        return None
+
     def _open_locked(self, key: FileKey) -> int:
         patience = Patience(self.clock, _PATIENCE_S)
         while True:
@@ -286,6 +300,50 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+class FoundFile:
+    """A cache file that is there, for reading. Thread-safe; while it is open it is not removed."""
+
+    def __init__(self, fd: int, key: FileKey, block_bytes: int) -> None:
+        """Take over a descriptor that has the shared lock, unless this fails.
+
+        Raises:
+            OSError: It cannot be used.
+        """
+        meta, total = _lengths(key, block_bytes)
+        header = _HEADER.pack(_MAGIC, key.digest, key.size_bytes)
+        # Read before it is mapped: the page may not be there, and then there may be no room for it.
+        if os.fstat(fd).st_size != total or os.pread(fd, _HEADER.size, meta) != header:
+            raise _Foreign
+        self._marks = mmap.mmap(fd, total - meta, prot=mmap.PROT_READ, offset=meta)
+        self._fd = fd
+
+    def filled(self, offset: int, length: int) -> bool:
+        """Whether all of a range, which lies in the content, is there."""
+        first, last = offset // PAGE_BYTES, -(-(offset + length) // PAGE_BYTES)
+        return self._marks.find(_MISSING, _HEADER_BYTES + first, _HEADER_BYTES + last) < 0
+
+    def read(self, offset: int, into: memoryview) -> bool:
+        """Fill `into` from `offset` on, which must be filled; False if that cannot be read."""
+        try:
+            return os.preadv(self._fd, (into,), offset) == into.nbytes
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Let it be removed when its turn comes. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._marks.close()
+            os.close(fd)
+
+
+def _lengths(key: FileKey, block_bytes: int) -> tuple[int, int]:
+    """Where the marks of a cache file begin, with their header, and how long it is."""
+    meta = align_up(key.size_bytes, block_bytes)
+    pages = -(-key.size_bytes // PAGE_BYTES)
+    return meta, align_up(meta + _HEADER_BYTES + pages, block_bytes)
+
+
 class DecodedFile:
     """One cache file, open. Thread-safe; while it is open it is not removed.
 
@@ -308,9 +366,7 @@ class DecodedFile:
         self._name = key.name
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
-        self._meta = align_up(key.size_bytes, tier.block_bytes)
-        pages = -(-key.size_bytes // PAGE_BYTES)
-        self._total = align_up(self._meta + _HEADER_BYTES + pages, tier.block_bytes)
+        self._meta, self._total = _lengths(key, tier.block_bytes)
         self._marks = self._prepare(fd)
         self.fd = tier.directory.open_file(self._name, write=False)
         self._fd = fd
@@ -447,8 +503,6 @@ class DecodedFile:
         """
         cells = self._content.cells
         stop = cells.joined(row, end, FILL_BYTES_MAX)
-        if into is not None and cells.begin(stop) > end and stop > row + 1:
-            stop -= 1  # What is wanted whole goes straight to where it is wanted.
         try:
             with claim(self._reopen, cells.begin(row), cells.begin(stop)) as claimed:
                 return self._fetch_claimed(row, cells.at(claimed), offset, into)
@@ -469,15 +523,12 @@ class DecodedFile:
                 _, target = _within(begin, end, offset, into)
                 np.frombuffer(target, np.uint8)[:] = 0
             return stop
-        direct = into is not None and offset <= begin and end <= offset + into.nbytes
-        if direct:
-            assert into is not None
-            data = into[begin - offset : end - offset]
-        else:
-            data = _scratch.take(end - begin)
+        # Not in memory of the reader's: who has that as well could change it between the check of
+        # it here and its way to other readers.
+        data = _scratch.take(end - begin)
         self._content.fetch(begin, data)
         is_kept = self._keep(begin, data)
-        if into is not None and not direct:
+        if into is not None:
             at, target = _within(begin, end, offset, into)
             copy_bytes(target, data[at - begin : at - begin + target.nbytes])
         return stop if is_kept or into is not None else row - 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from snapstore.backend.base import Backend
-    from snapstore.cache.decoded import Content, DecodedFile
+    from snapstore.cache.decoded import Content, DecodedFile, FileKey, FoundFile
 
 __all__ = ["CachedFile", "NodeCache"]
 
@@ -278,6 +278,10 @@ class NodeCache:
             except OSError as error:
                 _log.debug("%s is not kept in memory: %s", content.label, error)
         return CachedFile(content, decoded)
+
+    def find(self, key: FileKey) -> FoundFile | None:
+        """Open what is in memory of some content, if there is anything."""
+        return None if self._decoded is None else self._decoded.find(key)
 
     def entries(self) -> list[CacheEntry]:
         """What is in it, of each part what was unused longest first.

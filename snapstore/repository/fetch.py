@@ -29,7 +29,7 @@ Place = Callable[[Destination, memoryview], None]
 """Takes bytes to where they belong; called from many threads; the view is valid only meanwhile."""
 
 
-def fetch_plan(
+def fetch_plan(  # noqa: PLR0913 - named, and each of them is one decision of the caller's
     backend: Backend,
     plan: ReadPlan,
     place: Place,
@@ -39,6 +39,7 @@ def fetch_plan(
     verifiers: Sequence[ChunkVerifier] = (),
     skip: Callable[[ReadUnit], bool] = lambda _: False,
     done: Callable[[ReadUnit], None] = lambda _: None,
+    elsewhere: Callable[[ReadUnit], bool] = lambda _: False,
 ) -> None:
     """Read all that a plan says and hand every run of bytes to `place`.
 
@@ -51,13 +52,17 @@ def fetch_plan(
         verifiers: One per layout of the plan for strong integrity; none for fast.
         skip: Reads that need not be done again.
         done: Told of each read whose bytes are all placed.
+        elsewhere: Places the bytes of a read from somewhere else, and says whether it did; called
+            from many threads.
 
     Raises:
         MissingPack: A pack is gone.
         DigestMismatch: Bytes are not what they should be.
         Malformed: A frame does not decode.
     """
-    _Fetch(backend, plan, place, verifiers, read_bytes_max, threads).run(threads, skip, done)
+    _Fetch(backend, plan, place, verifiers, read_bytes_max, threads).run(
+        threads, skip, done, elsewhere
+    )
 
 
 class _Fetch:
@@ -84,6 +89,7 @@ class _Fetch:
         threads: int,
         skip: Callable[[ReadUnit], bool],
         done: Callable[[ReadUnit], None],
+        elsewhere: Callable[[ReadUnit], bool],
     ) -> None:
         pending = _Shares([unit for unit in self._plan.units if not skip(unit)], threads)
 
@@ -93,7 +99,8 @@ class _Fetch:
                     unit = pending.take(worker)
                     if unit is None:
                         return
-                    self._read(unit)
+                    if not elsewhere(unit):
+                        self._read(unit)
                     done(unit)
             except BaseException:
                 self._stop.set()

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+from blake3 import blake3
 
 from snapstore.cache.decoded import Cells, FileKey
 from snapstore.fstree import show_path
 from snapstore.repository.lazy import lazy
-from snapstore.units import MIB
+from snapstore.units import KIB, MIB
 
 if TYPE_CHECKING:
+    from snapstore.format.tree import TreeEntry
+    from snapstore.ids import RankId
     from snapstore.repository.file_reader import SnapshotEntry, SnapshotFiles
+    from snapstore.repository.verifier import ChunkVerifier
 
-__all__ = ["FileContent"]
+__all__ = ["CACHED_BYTES_MIN", "FileContent", "content_digest"]
+
+CACHED_BYTES_MIN = 64 * KIB
+"""Smaller files are as quickly read from frames that are kept, without a file of their own."""
 
 _CELL_BYTES = 2 * MIB
 """A read of one byte fetches this much: mostly one frame, which has to be decoded whole."""
 
 _ZEROS_BYTES_MIN = 1 * MIB
+
+
+def content_digest(
+    verifier: ChunkVerifier | None, rank: RankId, url: str, file: TreeEntry
+) -> bytes:
+    """Digest that files of the same length share only if they have the same bytes.
+
+    Args:
+        verifier: Knows the chunks of the rank; None with fast integrity, where nothing ties bytes
+            to their chunks: then it is where they came from.
+        rank: Whose file it is.
+        url: Of the store.
+        file: The file, and no other name of it.
+    """
+    if not file.size_bytes:
+        return blake3().digest()
+    if verifier is not None:
+        return verifier.content_digest(file.stream, file.offset, file.size_bytes)
+    return blake3(os.fsencode(f"fast {rank.hex} {file.stream} {file.offset} {url}")).digest()
 
 
 class FileContent:

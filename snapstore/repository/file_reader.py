@@ -12,13 +12,12 @@ import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from blake3 import blake3
 from typing_extensions import override
 
 from snapstore.errors import PathNotFound, UsageError
 from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.fstree import show_path
-from snapstore.repository.file_content import FileContent
+from snapstore.repository.file_content import CACHED_BYTES_MIN, FileContent, content_digest
 from snapstore.repository.file_ranges import FileRange, divide_file
 from snapstore.repository.frame_cache import FrameCache
 from snapstore.repository.lazy import lazy
@@ -48,9 +47,6 @@ RANGE_BYTES_MIN = 64 * KIB
 
 ZEROS_BYTES_MIN = 1 * MIB
 """Leaving zeros out saves less time than it costs to begin another range if they are fewer."""
-
-CACHED_BYTES_MIN = 64 * KIB
-"""Smaller files are as quickly read from frames that are kept, without a file of their own."""
 
 _LINKS_MAX = 40
 """Symbolic links followed on the way to one file, as many as Linux follows."""
@@ -248,16 +244,9 @@ class SnapshotFiles:
             IntegrityError: The tables of the rank are damaged or gone.
         """
         file = self._first_name(self._entries[entry.path])
-        if not file.size_bytes:
-            return blake3().digest()
-        verifier = self._readers_of(file).cached.verifier
-        if verifier is not None:
-            return verifier.content_digest(file.stream, file.offset, file.size_bytes)
-        # With fast integrity nothing ties the bytes to their chunks, so it is where they came from.
+        verifier = self._readers_of(file).cached.verifier if file.size_bytes else None
         rank = self._ranks[self._rank_of[file.path]].id
-        url = self._snapshot.backend.capabilities.url
-        place = f"fast {rank.hex} {file.stream} {file.offset} {url}"
-        return blake3(os.fsencode(place)).digest()
+        return content_digest(verifier, rank, self._snapshot.backend.capabilities.url, file)
 
     def ranges(
         self, entry: SnapshotEntry, *, about_bytes: int, zeros_bytes_min: int

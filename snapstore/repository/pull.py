@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from snapstore.options import Integrity, StoreOptions
 from snapstore.repository.fetch import fetch_plan
 from snapstore.repository.file_sink import FileSink, StreamFiles
+from snapstore.repository.found_files import FoundFiles
 from snapstore.repository.memory import MemoryPlan
 from snapstore.repository.objects import about
 from snapstore.repository.read_plan import Destination, ReadPlan, ReadUnit, plan_reads
@@ -52,7 +53,8 @@ class PullResult:
         files: Files in the tree.
         logical_bytes: Their sizes.
         data_bytes: Bytes that were written; the rest are holes.
-        read_bytes: Bytes that were fetched from the store's packs.
+        read_bytes: Bytes that were read from packs: the store's, or what the node's cache has of
+            them.
         resumed_bytes: Bytes that an earlier pull had written already.
         warnings: What could not be restored, such as owners without the privilege.
     """
@@ -104,6 +106,7 @@ def pull_snapshot(
             target.make_directories()
             resume = _Resume(target, place.journal, plan, files, active=place.is_resumed)
             sink = FileSink(target, files, resume.missing_places())
+            found = FoundFiles(snapshot, ranks, verifiers, plan, files)
             try:
                 _make_empty_files(target, files, plan)
                 meter.enter("fetch", plan.data_bytes)
@@ -117,8 +120,10 @@ def pull_snapshot(
                     verifiers=verifiers,
                     skip=resume.is_done,
                     done=_unit_done(plan, files, place.journal, meter),
+                    elsewhere=lambda unit: found.take(unit, sink.place),
                 )
             finally:
+                found.close()
                 sink.close()
             meter.enter("finish")
             report = target.finish()
@@ -128,7 +133,7 @@ def pull_snapshot(
         files=len(target.files),
         logical_bytes=sum(entry.size_bytes for entry in target.files),
         data_bytes=plan.data_bytes,
-        read_bytes=plan.stored_bytes - resume.done_stored_bytes,
+        read_bytes=plan.stored_bytes - resume.done_stored_bytes - found.taken_bytes,
         resumed_bytes=resume.done_bytes,
         warnings=tuple(report.warnings()),
     )

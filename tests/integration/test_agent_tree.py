@@ -1,11 +1,13 @@
 """Shows of captures and restores of the tree of four, by the program."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+import snapstore
 from snapagent.linux import namespaces
-from snapstore.units import MIB
+from snapstore.units import GIB, MIB
 from tests.support.agent import FRESH, Agent, succeeded
 from tests.support.network_locks import without_network_locks
 from tests.support.placeholder import placeholder_container
@@ -113,6 +115,32 @@ def test_restores_of_one_snapshot_at_once(agent: Agent, work_dir: Path, count: i
         process.reap()
         with agent.nothing_left():
             restore_at_once(agent, process, home, memory, count)
+
+
+def test_restores_at_once_through_the_cache(
+    agent: Agent, work_dir: Path, memory_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: restores of a node share its cache, and what is there does not come from the store.
+
+    Method: two restores at once, and two more when the store has no packs any more.
+    """
+    cache = work_dir / "cache"
+    snapstore.NodeCache.init(
+        cache, budget_bytes=GIB, memory=memory_directory, memory_budget_bytes=GIB
+    ).close()
+    monkeypatch.setenv("SNAPSTORE_CACHE", str(cache))
+    home = work_dir / "home"
+    home.mkdir()
+    with without_network_locks(), LiveProcess(home, size_mib=4) as process:
+        memory = process.memory_hash()
+        agent.run("capture", "one", "--pid", str(process.pid), "--stop")
+        process.reap()
+        with agent.nothing_left():
+            restore_at_once(agent, process, home, memory, 2)
+            with snapstore.NodeCache(cache) as opened:
+                assert opened.stats().decoded.used_bytes > 4 * MIB
+            shutil.rmtree(Path(agent.url.removeprefix("file://"), "packs"))
+            restore_at_once(agent, process, home, memory, 2)
 
 
 def restore_at_once(

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import (
@@ -106,6 +107,28 @@ def test_what_cannot_be_fetched_is_not_marked(cache: NodeCache) -> None:
         assert not any(file.filled(page * PAGE_BYTES, 1) for page in range(PAGES))
         content.broken = False
         assert read(file, 0, SIZE) == content.data
+
+
+def test_a_readers_memory_is_not_what_others_get(cache: NodeCache) -> None:
+    """Proves: N1.
+
+    Method: the content has its bytes checked in a buffer; nobody but the cache ever has that one.
+    """
+    content = content_of()
+    given: list[memoryview] = []
+    original = content.fetch
+
+    def fetch(offset: int, into: memoryview) -> None:
+        given.append(into)
+        original(offset, into)
+
+    content.fetch = fetch  # type: ignore[method-assign]
+    data = bytearray(SIZE)
+    with cache.open_content(content) as file:
+        file.read_into(0, data)
+    assert data == content.data
+    ours = np.frombuffer(data, np.uint8)
+    assert not any(np.shares_memory(ours, np.frombuffer(view, np.uint8)) for view in given)
 
 
 def test_zeros_take_no_room(cache: NodeCache) -> None:

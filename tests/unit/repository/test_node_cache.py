@@ -192,6 +192,26 @@ def test_warming(node: Node, tmp_path: Path) -> None:
         assert node.backend.read_bytes == 0
 
 
+def test_pulls_take_what_is_decoded(node: Node, tmp_path: Path, integrity: Integrity) -> None:
+    """Without packs: what memory has does not come from the store, the rest does."""
+    NodeCache.init(
+        node.directory, budget_bytes=0, memory=node.memory, memory_budget_bytes=GIB
+    ).close()
+    with node.open(integrity=integrity) as store:
+        assert store.pull("a", tmp_path / "plain", ranks=[0]).read_bytes > 3 * MIB
+        assert store.warm("a").missed_bytes == 0
+        node.backend.read_bytes = 0
+        assert store.pull("a", tmp_path / "out-0", ranks=[0]).read_bytes == 0
+        assert node.backend.read_bytes < 200 * KIB  # tables
+        # The small file is only in the store, and so is what is read together with it.
+        assert store.pull("a", tmp_path / "out").read_bytes > 0
+    for name in ("rank-0/mixed.bin", "noise", "same", "small", "link"):
+        assert (tmp_path / "out" / name).read_bytes() == node.content(name)
+    assert (tmp_path / "out-0" / "rank-0" / "mixed.bin").read_bytes() == node.content(
+        "rank-0/mixed.bin"
+    )
+
+
 def test_warming_one_rank(node: Node) -> None:
     with node.open() as store:
         result = store.warm("a", ranks=[0], bytes_per_s=1e9)
