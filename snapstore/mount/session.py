@@ -46,6 +46,7 @@ _INTERPRETER_BYTES = 112 * MIB
 """Python with all that is imported here, and what answering takes."""
 
 _THREAD_BYTES = 20 * MIB
+_FRAMES_BYTES_MIN = 32 * MIB
 _TASKS_MAX = 1000
 """Requests that wait at once; the next would wait in the kernel, and with it all others."""
 
@@ -108,8 +109,8 @@ def _divide(options: MountOptions, *, is_service: bool) -> _Budget:
     rest = options.memory_bytes - _INTERPRETER_BYTES
     threads = max(1, min(threads, rest // 2 // _THREAD_BYTES))
     rest -= threads * _THREAD_BYTES
-    # A third for whole frames: those that lie across what is fetched at once are decoded once.
-    frames_bytes = rest // 3
+    # Whole frames: those that lie across what is fetched at once are decoded once.
+    frames_bytes = max(_FRAMES_BYTES_MIN, rest // 6)
     return _Budget(threads, frames_bytes, rest - frames_bytes)
 
 
@@ -161,7 +162,7 @@ class _Mount:
                 nursery,
                 threads=self._budget.threads,
                 timeout_s=self._options.timeout_s,
-                ahead_bytes_max=self._budget.blocks_bytes // 4,
+                ahead_bytes_max=self._budget.blocks_bytes // 2,
             )
             nursery.start_soon(_end_on_signals, nursery.cancel_scope)
             nursery.start_soon(operations.watch)
