@@ -24,6 +24,7 @@ pytest_plugins = [
     "tests.support.daemon",
     "tests.support.external",
     "tests.support.lazy_pages",
+    "tests.support.mounts",
     "tests.support.s3",
     "tests.support.workloads",
 ]
@@ -139,17 +140,19 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what uses CRIU or S3, and keep each in one worker.
+    """Mark what uses CRIU, FUSE or S3, and keep the former two in one worker, and S3 in one.
 
     Two restores at once may want the same process id, and a fresh process may take the id that
-    another test's restore is about to need. One S3 server is enough. xdist reads these marks when
+    another test's restore is about to need. What is restored may have a mount namespace of its own,
+    which keeps mounts of other tests alive. One S3 server is enough. xdist reads these marks when
     all items are collected.
     """
-    for name in ("criu", "s3"):
+    for name in ("criu", "fuse", "s3"):
         if name in getattr(item, "fixturenames", ()):
             item.add_marker(name)
     # One group only: xdist makes a third one of what is in two, which runs beside both.
-    groups = [name for name in ("criu", "s3") if item.get_closest_marker(name) is not None]
+    homes = {"criu": "criu", "fuse": "criu", "s3": "s3"}
+    groups = [home for name, home in homes.items() if item.get_closest_marker(name) is not None]
     if groups:
         item.add_marker(pytest.mark.xdist_group(groups[0]))
 

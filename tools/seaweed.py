@@ -132,6 +132,71 @@ def version(weed: Path) -> str:
     return "SeaweedFS " + output.stdout.split("version", 1)[-1].strip().splitlines()[0]
 
 
+class ServerProcess:
+    """A server that can be killed and started again with the same ports and what it has stored."""
+
+    def __init__(self, directory: Path, weed: Path, *, volume_mb: int = 64) -> None:
+        (directory / "data").mkdir(parents=True)
+        (directory / "log").mkdir()
+        ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+        self._port = ports["s3.port"]
+        self._output = directory / "output.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.server = S3Server(f"http://127.0.0.1:{self._port}")
+        self._command = [
+            "/bin/sh",
+            "-c",
+            _UNTIL_WE_ARE_GONE,
+            "sh",
+            str(weed),
+            f"-logdir={directory / 'log'}",
+            "mini",
+            f"-dir={directory / 'data'}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            "-master.telemetry=false",
+            f"-master.volumeSizeLimitMB={volume_mb}",
+            "-volume.max=2000",
+            "-admin.ui=false",
+            "-webdav=false",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            f"-filer.localSocket={directory / 'f.sock'}",
+            f"-s3.localSocket={directory / 's.sock'}",
+            *(f"-{name}={port}" for name, port in ports.items()),
+        ]
+
+    def start(self) -> None:
+        """Start it; returns when it answers.
+
+        Raises:
+            RuntimeError: It did not come up; the message holds the end of its log.
+        """
+        with self._output.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.PIPE,
+                env={**os.environ, **environment()},
+                start_new_session=True,
+            )
+        _wait_until_ready(self._process, self._port, self._output)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all of its processes, if there are any."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Kill it. Idempotent."""
+        self.signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+
 @contextlib.contextmanager
 def running_server(directory: Path, weed: Path, *, volume_mb: int = 64) -> Iterator[S3Server]:
     """Run a server until the block ends; nothing of it stays.
@@ -141,49 +206,13 @@ def running_server(directory: Path, weed: Path, *, volume_mb: int = 64) -> Itera
     Raises:
         RuntimeError: It did not come up; the message holds the end of its log.
     """
-    (directory / "data").mkdir(parents=True)
-    (directory / "log").mkdir()
-    ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
-    command = [
-        "/bin/sh",
-        "-c",
-        _UNTIL_WE_ARE_GONE,
-        "sh",
-        str(weed),
-        f"-logdir={directory / 'log'}",
-        "mini",
-        f"-dir={directory / 'data'}",
-        "-ip=127.0.0.1",
-        "-ip.bind=127.0.0.1",
-        "-master.telemetry=false",
-        f"-master.volumeSizeLimitMB={volume_mb}",
-        "-volume.max=2000",
-        "-admin.ui=false",
-        "-webdav=false",
-        "-s3.port.iceberg=0",
-        "-s3.port.lance=0",
-        f"-filer.localSocket={directory / 'f.sock'}",
-        f"-s3.localSocket={directory / 's.sock'}",
-        *(f"-{name}={port}" for name, port in ports.items()),
-    ]
-    output = directory / "output.log"
-    with output.open("wb") as log:
-        process = subprocess.Popen(  # noqa: S603
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.PIPE,
-            env={**os.environ, **environment()},
-            start_new_session=True,
-        )
+    process = ServerProcess(directory, weed, volume_mb=volume_mb)
     try:
-        _wait_until_ready(process, ports["s3.port"], output)
-        yield S3Server(f"http://127.0.0.1:{ports['s3.port']}")
+        process.start()
+        yield process.server
     finally:
         # It has nothing to save: its directory goes away too.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.kill()
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -35,6 +35,14 @@ find_python() {
     return 1
 }
 
+# True when C extensions can be built for the interpreter that the environment will have.
+has_headers() {
+    local python
+    python=$(find_python) || return 1
+    "$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'
+}
+
 install_missing_programs() {
     local packages=()
     has_command make || packages+=(make)
@@ -42,6 +50,10 @@ install_missing_programs() {
     # A compiler needs the C library's headers, which the gcc package only recommends.
     has_command gcc || packages+=(gcc libc6-dev)
     find_python >/dev/null || packages+=(python3 python3-venv)
+    # pyfuse3 is built here; fusermount3 mounts and unmounts for who is not root.
+    has_command pkg-config && pkg-config --exists fuse3 || packages+=(libfuse3-dev pkg-config)
+    has_command fusermount3 || packages+=(fuse3)
+    has_headers || packages+=(python3-dev)
     [ "${#packages[@]}" -eq 0 ] || ensure_packages "${packages[@]}"
     find_python >/dev/null || fail "needs Python 3.11 or later with venv, and apt gave none"
 }

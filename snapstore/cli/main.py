@@ -6,6 +6,7 @@ from snapstore.cli.cache import cache
 from snapstore.cli.diff import diff
 from snapstore.cli.init import init
 from snapstore.cli.ls import ls
+from snapstore.cli.mount import mount, umount
 from snapstore.cli.program import new_program, run_program
 from snapstore.cli.pull import pull
 from snapstore.cli.push import push
@@ -22,7 +23,19 @@ app = new_program(
     purpose="Deduplicating, verified storage for snapshots of running GPU workloads.",
     refused="refused",
 )
-for _command in (init, push, pull, ls, show, diff, stats, rm, validate_backend):
+for _command in (
+    init,
+    push,
+    pull,
+    mount,
+    umount,
+    ls,
+    show,
+    diff,
+    stats,
+    rm,
+    validate_backend,
+):
     app.command()(_command)
 app.add_typer(tag)
 app.add_typer(cache)

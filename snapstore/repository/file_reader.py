@@ -19,6 +19,7 @@ from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.fstree import show_path
 from snapstore.repository.file_content import CACHED_BYTES_MIN, FileContent, content_digest
 from snapstore.repository.file_ranges import FileRange, divide_file
+from snapstore.repository.frame_cache import FrameCache
 from snapstore.repository.lazy import lazy
 from snapstore.repository.memory import READ_BYTES
 from snapstore.repository.objects import about
@@ -28,17 +29,16 @@ from snapstore.target.checks import checked_entries
 from snapstore.units import KIB, MIB, PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from typing_extensions import Buffer
 
     from snapstore.cache.node_cache import CachedFile
     from snapstore.format.rank import RankNumber
     from snapstore.options import Integrity
-    from snapstore.repository.frame_cache import FrameCache
     from snapstore.repository.snapshot import LoadedRank, Snapshot
 
-__all__ = ["SnapshotEntry", "SnapshotFile", "SnapshotFiles"]
+__all__ = ["SnapshotEntry", "SnapshotFile", "SnapshotFiles", "files_of"]
 
 RANGE_BYTES = 8 * MIB
 """Long enough that what a range costs by itself is nothing, short enough for many threads."""
@@ -91,6 +91,21 @@ class SnapshotEntry:
         return self.type in {EntryType.FILE, EntryType.HARDLINK}
 
 
+def files_of(snapshot: Snapshot, numbers: Sequence[RankNumber] = ()) -> SnapshotFiles:
+    """Read the trees of the given ranks, or of all, as one tree of files to be read in place.
+
+    Raises:
+        UsageError: The snapshot has no such rank.
+        FormatError: The trees of the ranks are not what a pull would recreate.
+        IntegrityError: They are damaged or gone.
+    """
+    cache = snapshot.cache
+    if cache is None:
+        cache = FrameCache(budget_bytes=snapshot.options.cache_bytes)
+    integrity = snapshot.options.integrity
+    return SnapshotFiles(snapshot, snapshot.ranks(numbers), cache, integrity=integrity)
+
+
 class _RankReaders(NamedTuple):
     """Both ways to read a rank; they share its tables."""
 
@@ -118,7 +133,8 @@ class SnapshotFiles:
         self._ranks = ranks
         self._cache = cache
         self._integrity = integrity
-        self._lock = threading.Lock()
+        # One a rank: who waits for the tables of one does not hold up readers of others.
+        self._locks = [threading.Lock() for _ in ranks]
         self._readers: dict[int, _RankReaders] = {}
         self._rank_of: dict[bytes, int] = {}
         for number, rank in enumerate(ranks):
@@ -127,6 +143,11 @@ class SnapshotFiles:
                 self._rank_of.setdefault(entry.path, number)
         with about(f"snapshot {snapshot.id.short}", next_step="open another snapshot"):
             self._entries = checked_entries(entry for rank in ranks for entry in rank.tree)
+
+    @property
+    def ranks(self) -> Sequence[LoadedRank]:
+        """The ranks whose trees these are."""
+        return self._ranks
 
     def walk(self) -> Iterator[SnapshotEntry]:
         """Give all paths in the order of their bytes, the root first."""
@@ -234,7 +255,9 @@ class SnapshotFiles:
         file = self._first_name(self._entries[entry.path])
         if not file.size_bytes:
             return []
-        segments = self._readers_of(file).cached.segments
+        cached = self._readers_of(file).cached
+        cached.check_zeros()
+        segments = cached.segments
         return divide_file(
             segments,
             segments.base(file.stream) + file.offset,
@@ -242,6 +265,30 @@ class SnapshotFiles:
             about_bytes=about_bytes,
             zeros_bytes_min=zeros_bytes_min,
         )
+
+    def data_bytes(self, entry: SnapshotEntry) -> int:
+        """Tell how many bytes of a file are stored: all that the layout does not call zeros.
+
+        Raises:
+            IntegrityError: The tables of its rank are damaged or gone.
+        """
+        file = self._first_name(self._entries[entry.path])
+        if not file.size_bytes:
+            return 0
+        segments = self._readers_of(file).cached.segments
+        begin = segments.base(file.stream) + file.offset
+        return segments.data_bytes(begin, begin + file.size_bytes)
+
+    def load_tables(self, number: int) -> None:
+        """Read the tables of the rank at this place of the list of ranks, if that is still to do.
+
+        Else the first who asks for bytes of a file of it waits for that.
+
+        Raises:
+            IntegrityError: They are damaged or gone.
+        """
+        readers = self._tables(number)
+        _ = readers.cached.segments.uses
 
     def cached(self, file: SnapshotFile) -> CachedFile | None:
         """Open a file in the node's cache, if there is one that has a use for it."""
@@ -251,9 +298,11 @@ class SnapshotFiles:
         return cache.file(file)
 
     def _readers_of(self, file: TreeEntry) -> _RankReaders:
-        number = self._rank_of[file.path]
+        return self._tables(self._rank_of[file.path])
+
+    def _tables(self, number: int) -> _RankReaders:
         # Under the lock: loading the tables of a rank twice would cost twice their memory.
-        with self._lock:
+        with self._locks[number]:
             readers = self._readers.get(number)
             if readers is None:
                 backend = self._snapshot.backend
@@ -355,6 +404,21 @@ class SnapshotFile(io.RawIOBase):
         data = bytearray(max(0, min(size_bytes, self.size_bytes - offset)))
         if data:
             self.read_into(offset, data)
+        return bytes(data)
+
+    def read_exactly(self, offset: int, size_bytes: int) -> bytes:
+        """Read a range past the node's cache, which takes in what is beside it. Thread-safe.
+
+        For who was told of damage, which may be beside the range as well.
+
+        Raises:
+            UsageError: The range does not lie within the file.
+            IntegrityError: Bytes are damaged or gone.
+        """
+        self._require_open()
+        self._require_within(offset, size_bytes)
+        data = bytearray(size_bytes)
+        self._files.read_into(self.entry, offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, offset: int, buffer: Buffer, *, streaming: bool = False) -> None:

@@ -119,6 +119,7 @@ class RangeReader:
         """
         if not into.nbytes:
             return
+        self._cached.check_zeros()
         parts = self._divide(stream, offset, into.nbytes)
         for begin, end in parts.zeros:
             np.frombuffer(into[begin:end], np.uint8)[:] = 0

@@ -44,6 +44,25 @@ class Segments:
         first = int(np.searchsorted(self.ends, begin, side="right"))
         return range(first, int(np.searchsorted(self.ends, end, side="left")) + 1)
 
+    def data_bytes(self, begin: int, end: int) -> int:
+        """Count the bytes from one position to another that are not in segments of zeros."""
+        return self._data_before(end) - self._data_before(begin)
+
+    def _data_before(self, position: int) -> int:
+        row = int(np.searchsorted(self.ends, position, side="right"))
+        before = int(self._data_ends[row - 1]) if row else 0
+        if row < len(self.ends) and self.layout.segments["frame"][row] != ZEROS:
+            before += position - self.start(row)
+        return before
+
+    @lazy
+    def _data_ends(self) -> Numbers:
+        """How many bytes of data there are up to the end of each segment."""
+        lengths = self.layout.segments["length"].astype(np.int64)
+        lengths[self.layout.segments["frame"] == ZEROS] = 0
+        counted: Numbers = np.cumsum(lengths)
+        return counted
+
     @lazy
     def uses(self) -> tuple[Numbers, Numbers]:
         """The first and the last segment of each frame."""

@@ -231,13 +231,9 @@ class Snapshot:
 
     @lazy
     def _files(self) -> SnapshotFiles:
-        from snapstore.repository.file_reader import SnapshotFiles
-        from snapstore.repository.frame_cache import FrameCache
+        from snapstore.repository.file_reader import files_of
 
-        cache = self.cache
-        if cache is None:
-            cache = FrameCache(budget_bytes=self.options.cache_bytes)
-        return SnapshotFiles(self, self.ranks(), cache, integrity=self.options.integrity)
+        return files_of(self)
 
     def rank(self, number: RankNumber) -> LoadedRank:
         """Load one rank.

@@ -6,6 +6,7 @@ integrity the chunks of every run of bytes before it is handed out (I6).
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,7 +41,6 @@ class StreamReader:
 
     Attributes:
         segments: Where they lie in frames.
-        verifier: Knows their chunks; None unless integrity is strong.
 
     One call holds, besides what the cache keeps, at most twice `read_bytes_max` at a time.
     """
@@ -54,20 +54,49 @@ class StreamReader:
         integrity: Integrity,
         read_bytes_max: int,
     ) -> None:
-        """Load the layout, and for strong integrity the chunk table.
+        """Load the layout.
 
         Raises:
-            IntegrityError: They contradict each other, or cannot be had.
+            IntegrityError: It cannot be had.
         """
+        self._rank = rank
+        self._is_strong = integrity is Integrity.STRONG
+        self._lock = threading.Lock()
         self._backend = backend
         self._cache = cache
         self._read_bytes_max = read_bytes_max
         self._layout = rank.layout
         self.segments = Segments(rank.layout)
-        self.verifier: ChunkVerifier | None = None
-        if integrity is Integrity.STRONG:
-            self.verifier = ChunkVerifier(rank.id, rank.streams, rank.read_extents())
-            self.verifier.check_zeros(self._layout)
+        self._verifier: ChunkVerifier | None = None
+
+    @property
+    def verifier(self) -> ChunkVerifier | None:
+        """Knows the chunks; None unless integrity is strong.
+
+        The chunk table is read when this is first asked for: it is many times the layout, and who
+        only looks at a tree needs neither.
+
+        Raises:
+            IntegrityError: It contradicts the layout, or cannot be had.
+        """
+        if self._verifier is None and self._is_strong:
+            # Under the lock: reading it twice would take twice its memory.
+            with self._lock:
+                if self._verifier is None:
+                    rank = self._rank
+                    verifier = ChunkVerifier(rank.id, rank.streams, rank.read_extents())
+                    verifier.check_zeros(self._layout)
+                    self._verifier = verifier
+        return self._verifier
+
+    def check_zeros(self) -> None:
+        """With strong integrity, check that what the layout calls zeros are zeros.
+
+        Raises:
+            IntegrityError: They are not.
+        """
+        # Done with the chunk table, once.
+        _ = self.verifier
 
     def read_into(self, stream: int, offset: int, into: memoryview) -> None:
         """Fill all of `into` with a stream's bytes from `offset` on; they must be within it.
@@ -91,6 +120,7 @@ class StreamReader:
         frames = self._load_frames(segments)
         base = self.segments.base(stream)
         position = self.segments.start(rows.start)
+        verifier = self.verifier
         for length, frame, offset in segments.tolist():
             start = max(position, begin)
             end = min(position + length, begin + into.nbytes)
@@ -100,10 +130,10 @@ class StreamReader:
             else:
                 decoded = frames[frame]
                 skip = offset + start - position
-                if self.verifier is not None:
+                if verifier is not None:
                     # Of a small read only the chunks that it touches: it is waited for.
                     place = Destination(0, stream, start - base, end - start, skip)
-                    self.verifier.check(place, decoded.data, decoded.checked)
+                    verifier.check(place, decoded.data, decoded.checked)
                 copy_bytes(target, decoded.data[skip : skip + len(target)])
             position += length
 

