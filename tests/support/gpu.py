@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -58,7 +59,7 @@ def emulated_libcuda(copy: str = "") -> Path:
 def _built(compile_with: str) -> Path:
     # One for all runs, since processes that were restored look for the file at the same path.
     source, header = EMULATOR / "libcuda.c", EMULATOR / "emulated_cuda.h"
-    stamp = f"{max(path.stat().st_mtime_ns for path in (source, header)):x}"
+    stamp = hashlib.sha256(source.read_bytes() + header.read_bytes()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"snapagent-emulated-cuda-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"libcuda-{stamp}.so.1"
