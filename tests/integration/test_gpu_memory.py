@@ -265,6 +265,31 @@ def test_another_driver_can_be_allowed(
         gpu_workload.end()
 
 
+def test_where_another_gpu_has_room_it_goes_there(
+    agent: Agent,
+    gpu_broker: MemoryBroker,
+    captured: str,
+    gpu_workload: ExternalWorkload,
+    monkeypatch: pytest.MonkeyPatch,
+    short_dir: Path,
+    seed: int,
+) -> None:
+    """The machine has one GPU more, and one of those that were used is full."""
+    monkeypatch.undo()
+    gpu_broker.close()
+    three = here(monkeypatch, seed, devices=3)
+    handle = three.create_memory(1, DEVICE_BYTES - 16 * MIB)
+    with MemoryBroker(short_dir / "memory.sock") as broker:
+        bring_back(agent, broker)
+        assert gpu_workload.ask("resume") == "resumed"
+        assert gpu_workload.ask("digest") == captured
+        first, second, third = used_bytes(three)
+        assert second == DEVICE_BYTES - 16 * MIB
+        assert min(first, third) >= SIZE_MIB // 2 * MIB
+        gpu_workload.end()
+    three.release_memory(handle)
+
+
 def test_too_little_memory_is_refused_before_anything_is_begun(
     agent: Agent, captured: str, gpu_broker: MemoryBroker, driver: Driver
 ) -> None:

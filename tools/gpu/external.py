@@ -146,6 +146,7 @@ class Run:
             done = restoration.release()
         return {
             "outputs": json.loads(outputs),
+            "used_bytes": _used_bytes(),
             "started_s": started_s,
             "resume_s": resumed_s,
             "answered_s": answered_s,
@@ -175,8 +176,11 @@ class Run:
             result["capture_again_and_stop"] = self.take(broker, process.pid, stop=True)
             process.wait()
             self.control.unlink()
+            taken = self._take_first_gpu() if self.options.move else None
             began = time.perf_counter()
             restored = self.bring_back(broker, began)
+            if taken is not None:
+                driver.release_memory(taken)
             result["restore"] = restored
             result["restored_outputs_same"] = restored["outputs"] == before
             result["restored_weights_same"] = self.ask("weights") == weights
@@ -185,11 +189,29 @@ class Run:
         result["ok"] = all(same)
         return all(same)
 
+    def _take_first_gpu(self) -> int:
+        """Leave a GiB of the first GPU, so that the restore has to go to another one."""
+        driver = load_driver()
+        with driver.open(0) as gpu:
+            free, _ = gpu.memory_info()
+        unit = driver.granularity(0)
+        return driver.create_memory(0, (free - (1 << 30)) // unit * unit)
+
     def _kill(self, restored: dict[str, object]) -> None:
         root = restored["root_pid"]
         assert isinstance(root, int), "of the restored tree"
         with contextlib.suppress(ProcessLookupError):
             os.kill(root, 9)
+
+
+def _used_bytes() -> list[int]:
+    """Say how much of each GPU is used, by everybody, a context of this process included."""
+    driver, found = load_driver(), []
+    for device in driver.devices:
+        with driver.open(device.ordinal) as gpu:
+            free, total = gpu.memory_info()
+            found.append(total - free)
+    return found
 
 
 def main() -> int:
@@ -200,6 +222,7 @@ def main() -> int:
     parser.add_argument("--store", help="URL of a store; by default a folder in /dev/shm")
     parser.add_argument("--memory", type=int, default=4096, help="MiB for the store")
     parser.add_argument("--eager", action="store_true", help="fill before the processes run")
+    parser.add_argument("--move", action="store_true", help="restore onto another GPU")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="external-", dir="/dev/shm") as folder:
         run = Run(Path(folder), options)
