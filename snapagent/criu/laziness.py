@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from snapstore.criu import PageFlag, VmaStatus
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["with_lazy_marks"]
 
-_PAGE_BYTES: Final = np.uint64(4096)
+_PAGE_BYTES: Final = np.uint64(PAGE_BYTES)
 _MAP_LOCKED: Final = 0x2000
 _MAP_HUGETLB: Final = 0x40000
 _WANTED: Final = mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE
