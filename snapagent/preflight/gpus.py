@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from snapagent.errors import AgentError, GpuUnavailable
 from snapagent.gpu.checkpoint import require_checkpoints
 from snapagent.gpu.facts import driver_build
+from snapagent.gpu.owned import GpuMemory
 from snapstore.clock import SystemClock
 from snapstore.units import format_bytes
 
@@ -17,10 +18,9 @@ if TYPE_CHECKING:
 
     from snapagent.gpu.driver import Device, Driver
     from snapagent.gpu.facts import CudaFacts, GpuFacts
-    from snapagent.gpu.owned import GpuMemory
     from snapagent.preflight.obstacles import Obstacles
 
-__all__ = ["GpuPlan", "plan_gpus"]
+__all__ = ["GpuPlan", "check_cuda", "plan_gpus"]
 
 _FREED_S_MAX = 2.0
 _FREED_POLL_S = 0.05
@@ -57,11 +57,8 @@ def plan_gpus(
     """
     if facts is None and not needed:
         return GpuPlan()
-    try:
-        driver = memory.driver
-        require_checkpoints(driver)
-    except GpuUnavailable as error:
-        found.block("cuda-missing", f"the snapshot has GPU state, and {error}", error.next_step)
+    driver = _find_driver(found, memory, "the snapshot has")
+    if driver is None:
         return GpuPlan()
     if facts is None:
         unknown = ", ".join(sorted(needed))
@@ -75,6 +72,21 @@ def plan_gpus(
     plan = GpuPlan(_choose(found, facts, needed, memory))
     _check_room(found, plan, needed, memory)
     return plan
+
+
+def check_cuda(found: Obstacles) -> None:
+    """Tell whether processes with GPU state can be captured here."""
+    _find_driver(found, GpuMemory(), "a process has")
+
+
+def _find_driver(found: Obstacles, memory: GpuMemory, who: str) -> Driver | None:
+    try:
+        driver = memory.driver
+        require_checkpoints(driver)
+    except GpuUnavailable as error:
+        found.block("cuda-missing", f"{who} GPU state, and {error}", error.next_step)
+        return None
+    return driver
 
 
 def _check_driver(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import snapstore
-from snapagent.capture import CaptureRequest, CaptureResult, capture
+from snapagent.capture import CaptureRequest, CaptureResult, capture, find_obstacles
 from snapagent.errors import PreflightFailed
 from snapagent.gpu.driver import Driver
 from snapagent.memory.broker import MemoryBroker
@@ -153,6 +153,15 @@ def test_the_source_goes_on_and_the_copy_is_the_same(
     assert workload.ask("digest") == changed
     workload.end()
     wait_until(lambda: not broker.status(), "all memory is freed")
+
+
+def test_an_agent_without_the_driver_says_so(
+    agent: Agent, gpu_workload: ExternalWorkload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SNAPAGENT_LIBCUDA", "/nowhere/libcuda.so.1")
+    obstacles = find_obstacles(gpu_workload.pid, agent.config)
+    (missing,) = [one for one in obstacles if one.code == "cuda-missing"]
+    assert "NVIDIA driver" in missing.remedy
 
 
 def test_what_is_not_released_is_not_captured(
