@@ -145,7 +145,7 @@ def test_the_source_goes_on_and_the_copy_is_the_same(
     assert workload.ask("change") == "changed"
     changed = workload.ask("digest")
     assert workload.ask("release") == "released"
-    take(agent, broker, restored.root_pid, "test/gpu:v2")
+    take(agent, broker, restored.root_pid, "test/gpu:v2", stop=True)
     workload.end()
 
     bring_back(agent, broker, "test/gpu:v2")
