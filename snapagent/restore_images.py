@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from snapagent.criu.ghosts import REMAPS_IMAGE, rename_ghosts
-from snapagent.criu.laziness import with_lazy_marks
+from snapagent.criu.laziness import with_lazy_marks, without_zeros
 from snapagent.criu.pagemaps import build_pagemap
 from snapagent.errors import AgentError
 from snapagent.lazy.memory import TaskMemory
@@ -117,8 +117,12 @@ def read_facts(images: ImageSet, *, lazy: bool = True) -> DumpFacts:
         _check_pages(images, name, pagemap, pages)
         owner = name.removeprefix("pagemap-").removesuffix(".img")
         memory = small.memories.get(int(owner)) if owner.isdecimal() else None
-        if memory is not None and lazy:
-            marked = with_lazy_marks(pagemap, memory.vmas)
+        if memory is not None:
+            marked = (
+                with_lazy_marks(pagemap, memory.vmas)
+                if lazy
+                else without_zeros(pagemap, memory.vmas, _zeros(images, pages))
+            )
             if marked is not pagemap:
                 rewritten[name] = build_pagemap(
                     marked.pages_id, (entry[:3] for entry in marked.entries())
@@ -127,7 +131,7 @@ def read_facts(images: ImageSet, *, lazy: bool = True) -> DumpFacts:
         loaded = _eager_ranges(pagemap, all_of_it=memory is None or not lazy)
         eager.setdefault(pages, []).extend(loaded)
         count = sum(length for _, length in loaded)
-        lazy_bytes += pagemap.present_bytes - count
+        lazy_bytes += pagemap.present_bytes - count if lazy else 0
         if memory is not None and lazy:
             tasks[int(owner)] = _task_memory(images, int(owner), memory, pagemap, pages)
         elif memory is None:
@@ -146,6 +150,12 @@ def read_facts(images: ImageSet, *, lazy: bool = True) -> DumpFacts:
         renamed=ghosts.images if ghosts is not None else {},
         ghosts=_first_paths(ghosts.paths) if ghosts is not None else [],
     )
+
+
+def _zeros(images: ImageSet, pages: str) -> list[tuple[int, int]]:
+    """Return the ranges of an image of pages that the store knows to be zeros, ascending."""
+    found = images.open(pages).ranges(about_bytes=_PIECE_BYTES)
+    return sorted((one.offset, one.length) for one in found if one.is_zeros)
 
 
 def _rename_ghosts(images: ImageSet, small: Images) -> Ghosts | None:

@@ -51,6 +51,7 @@ class Run:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder = folder
         self.options = options
+        self._began = time.monotonic()
         self.control = folder / "control"
         self.result: dict[str, object] = {"gib": options.gib, "devices": options.devices}
         self.config = dataclasses.replace(
@@ -138,6 +139,7 @@ class Run:
             Restoration(store, request, self.config) as restoration,
         ):
             restoration.start()
+            self.tell("it runs again")
             started_s = time.perf_counter() - began
             resumed_s = float(self.ask("resume"))
             outputs = self.ask("outputs")
@@ -154,6 +156,11 @@ class Run:
             **done.document(),
         }
 
+    def tell(self, what: str) -> None:
+        """Say how far it is, for whoever ends it before it has ended."""
+        seconds = time.monotonic() - self._began
+        print(f"{seconds:.1f} s: {what}", file=sys.stderr, flush=True)
+
     def run(self) -> bool:
         """Do all of it; tells whether everything was the same."""
         result = self.result
@@ -166,19 +173,24 @@ class Run:
             MemoryBroker(self.folder / "memory.sock") as broker,
             self.workload(self.folder / "memory.sock") as process,
         ):
+            self.tell("the workload is ready")
             result["workload"] = json.loads(self.ask("facts"))
             before, weights = json.loads(self.ask("outputs")), self.ask("weights")
             result["outputs"] = before
+            self.tell("it has computed")
             result["capture"] = self.take(broker, process.pid, stop=False)
+            self.tell("it is captured")
             result["source_resume_s"] = float(self.ask("resume"))
             source_same = json.loads(self.ask("outputs")) == before
             result["source_outputs_same"] = source_same
             result["capture_again_and_stop"] = self.take(broker, process.pid, stop=True)
+            self.tell("it is captured again, and stopped")
             process.wait()
             self.control.unlink()
             taken = self._take_first_gpu() if self.options.move else None
             began = time.perf_counter()
             restored = self.bring_back(broker, began)
+            self.tell("it is restored and has computed")
             if taken is not None:
                 driver.release_memory(taken)
             result["restore"] = restored
