@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from snapstore.progress import Progress, ProgressCallback
     from snapstore.repository.arriving_file import FileWriter
     from snapstore.repository.diff import DiffBytes, SnapshotDiff, StreamDiff
+    from snapstore.repository.file_pieces import FileChunks, FilePiece
     from snapstore.repository.file_ranges import FileRange
     from snapstore.repository.file_reader import SnapshotEntry, SnapshotFile
     from snapstore.repository.pull import PullResult
+    from snapstore.repository.range_reader import ReadCheck
     from snapstore.repository.refs import NameGeneration, ResolvedRef
     from snapstore.repository.removal import Freed, RemovedName, RemoveResult
     from snapstore.repository.snapshot import Snapshot
@@ -42,6 +44,8 @@ __all__ = [
     "DescribedFile",
     "DiffBytes",
     "EntryType",
+    "FileChunks",
+    "FilePiece",
     "FileRange",
     "FileWriter",
     "Freed",
@@ -55,6 +59,7 @@ __all__ = [
     "PullResult",
     "PushResult",
     "RankId",
+    "ReadCheck",
     "RefName",
     "RemoveResult",
     "RemovedName",
@@ -102,10 +107,13 @@ _HOMES = {
     "DiffBytes": "snapstore.repository.diff",
     "SnapshotDiff": "snapstore.repository.diff",
     "StreamDiff": "snapstore.repository.diff",
+    "FileChunks": "snapstore.repository.file_pieces",
+    "FilePiece": "snapstore.repository.file_pieces",
     "FileRange": "snapstore.repository.file_ranges",
     "SnapshotEntry": "snapstore.repository.file_reader",
     "SnapshotFile": "snapstore.repository.file_reader",
     "PullResult": "snapstore.repository.pull",
+    "ReadCheck": "snapstore.repository.range_reader",
     "ResolvedRef": "snapstore.repository.refs",
     "NameGeneration": "snapstore.repository.refs",
     "Freed": "snapstore.repository.removal",

@@ -1,0 +1,1 @@
+"""Memory of GPUs: hashed, filled and stored where it is."""
