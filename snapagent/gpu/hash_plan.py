@@ -91,13 +91,14 @@ def plan_hashes(addresses: Numbers, lengths: Numbers) -> HashPlan:
     )
 
 
-def batches(lengths: Numbers, *, leaves_max: int) -> Iterator[slice]:
-    """Divide pieces, in order, so that each batch has at most that many leaves, or one piece."""
+def batches(lengths: Numbers, *, leaves_max: int, pieces_max: int) -> Iterator[slice]:
+    """Divide pieces, in order, into batches that are small enough; no piece has more leaves."""
     ends = np.cumsum(-(-lengths // LEAF_BYTES))
     begin = 0
     while begin < len(lengths):
         done = int(ends[begin - 1]) if begin else 0
         end = int(np.searchsorted(ends, done + leaves_max, side="right"))
-        end = max(end, begin + 1)
+        end = min(end, begin + pieces_max)
+        assert end > begin, int(lengths[begin])
         yield slice(begin, end)
         begin = end

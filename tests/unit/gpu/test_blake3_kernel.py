@@ -1,5 +1,6 @@
 """BLAKE3 as GPUs compute it, on the processor: against the package that does it everywhere else."""
 
+import os
 import random
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 from blake3 import blake3
 
 from snapagent.gpu.hash_plan import batches, plan_hashes
-from tests.support.blake3_host import host_digests
+from snapagent.gpu.hashing import PieceHasher, device_buffer
+from tests.support.blake3_host import emulated_kernels, host_digests
+from tests.support.gpu import emulated_driver
 
 VECTOR_LENGTHS = [
     *(1, 2, 3, 4, 5, 6, 7, 8, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 2048, 2049, 3072, 3073),
@@ -60,11 +63,35 @@ def test_zeros_and_long_pieces() -> None:
 
 
 def test_batches_cover_everything_in_order() -> None:
-    """No batch has too many leaves, unless it is one piece."""
-    lengths = np.array([1, 1024, 1025, 9000, 5, 5, 100_000, 1, 1024], np.int64)
-    found = list(batches(lengths, leaves_max=4))
+    """No batch has too many leaves, nor too many pieces."""
+    lengths = np.array([1, 1024, 1025, 3000, 5, 5, 4096, 1, 1024, 1, 1, 1, 1], np.int64)
+    found = list(batches(lengths, leaves_max=4, pieces_max=3))
     assert [row for one in found for row in range(one.start, one.stop)] == list(range(len(lengths)))
     for one in found:
-        leaves = int((-(-lengths[one] // 1024)).sum())
-        assert leaves <= 4 or one.stop - one.start == 1
-    assert list(batches(lengths[:0], leaves_max=4)) == []
+        assert int((-(-lengths[one] // 1024)).sum()) <= 4
+        assert one.stop - one.start <= 3
+    assert list(batches(lengths[:0], leaves_max=4, pieces_max=3)) == []
+
+
+def test_hashing_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: the same through the driver, more pieces than one batch takes.
+
+    Method: the emulated driver launches the kernels that were compiled for the processor.
+    """
+    driver = emulated_driver(monkeypatch, "hashing", devices=1, memory=256 << 20, seed=os.getpid())
+    monkeypatch.setattr("snapagent.gpu.hashing._LEAVES_MAX", 1500)
+    source = random.Random(3)
+    data = np.random.default_rng(3).integers(0, 256, 4 << 20, np.uint8)
+    lengths = [1 << 20, *(source.randint(1, 200_000) for _ in range(50)), 1]
+    places = [(source.randint(0, len(data) - length), length) for length in lengths]
+    with (
+        driver.open(0) as gpu,
+        device_buffer(gpu, len(data)) as address,
+        PieceHasher(gpu, emulated_kernels()) as hasher,
+    ):
+        gpu.copy_in(address, data.ctypes.data, len(data), 0)
+        gpu.synchronize()
+        offsets = np.array([offset for offset, _ in places], np.int64)
+        found = hasher.digests(offsets + address, np.array(lengths, np.int64))
+        assert [row.tobytes().hex() for row in found] == expected_of(data, places)
+        assert hasher.digests(offsets[:0], offsets[:0]).shape == (0, 32)

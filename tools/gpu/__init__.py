@@ -1,0 +1,1 @@
+"""Programs that measure and prove what needs a real GPU; each writes JSON."""
