@@ -1,1 +1,1 @@
-"""Memory of GPUs: hashed, filled and stored where it is."""
+"""The GPUs of this machine: the CUDA driver, and what the agent does with it."""

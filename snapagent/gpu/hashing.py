@@ -97,6 +97,7 @@ class PieceHasher:
         pieces = U32(plan.pieces)
         for number, level in enumerate(plan.levels):
             first, values = U64(self._tables + level.first), U64(self._work[number % 2])
+            arguments: list[U32 | U64]
             if number == 0:
                 addresses = U64(self._tables + plan.addresses)
                 lengths = U64(self._tables + plan.lengths)
