@@ -35,6 +35,7 @@ _PCI_BYTES: Final = 32
 _CAPABILITY_MAJOR: Final = 75
 _CAPABILITY_MINOR: Final = 76
 _STREAM_NON_BLOCKING: Final = 1
+_EVENT_BLOCKING_SYNC: Final = 1
 _EVENT_DISABLE_TIMING: Final = 2
 _HOST_PORTABLE: Final = 1
 _GRANULARITY_MINIMUM: Final = 0
@@ -381,10 +382,15 @@ class Gpu:
         """Let a stream wait for an event before it goes on."""
         self.call("cuStreamWaitEvent", stream, event, 0)
 
-    def event_create(self) -> int:
-        """Make an event that takes no times."""
+    def event_create(self, *, blocking: bool = False) -> int:
+        """Make an event that takes no times.
+
+        Args:
+            blocking: Who waits for it sleeps meanwhile, where it would spin otherwise.
+        """
         event = ctypes.c_void_p()
-        self.call("cuEventCreate", ctypes.byref(event), _EVENT_DISABLE_TIMING)
+        flags = _EVENT_DISABLE_TIMING | (_EVENT_BLOCKING_SYNC if blocking else 0)
+        self.call("cuEventCreate", ctypes.byref(event), flags)
         return event.value or 0
 
     def event_destroy(self, event: int) -> None:

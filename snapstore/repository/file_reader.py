@@ -117,7 +117,7 @@ class SnapshotFiles:
         self._snapshot = snapshot
         self._ranks = ranks
         self._cache = cache
-        self._integrity = integrity
+        self.integrity = integrity
         self._lock = threading.Lock()
         self._readers: dict[int, _RankReaders] = {}
         self._rank_of: dict[bytes, int] = {}
@@ -278,7 +278,7 @@ class SnapshotFiles:
                     backend,
                     self._ranks[number],
                     self._cache,
-                    integrity=self._integrity,
+                    integrity=self.integrity,
                     read_bytes_max=READ_BYTES,
                 )
                 streaming = RangeReader(backend, cached, read_bytes_max=READ_BYTES)
@@ -338,6 +338,11 @@ class SnapshotFile(io.RawIOBase):
     def size_bytes(self) -> int:
         """Length of the file."""
         return self.entry.size_bytes
+
+    @property
+    def integrity(self) -> Integrity:
+        """What is checked of all bytes that are read, as the store was opened."""
+        return self._files.integrity
 
     def read_at(self, offset: int, size_bytes: int) -> bytes:
         """Read a range; fewer bytes than asked only at the end of the file. Thread-safe.

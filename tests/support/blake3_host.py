@@ -25,7 +25,7 @@ def host_kernels() -> Path:
     command = [compiler] if compiler else [shutil.which("gcc") or "gcc", "-x", "c++"]
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory, "blake3.so")
-        options = ["-std=c++17", "-O2", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
+        options = ["-std=c++17", "-O3", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
         subprocess.run(
             [*command, *options, "-shared", "-fPIC", "-o", str(made), str(_SOURCE)], check=True
         )
