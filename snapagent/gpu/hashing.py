@@ -61,6 +61,7 @@ class PieceHasher:
             self._work = [stack.enter_context(device_buffer(gpu, size)) for size in _WORK_BYTES]
             self._staging = gpu.host_alloc(_TABLES_BYTES)
             stack.callback(gpu.host_free, self._staging)
+            self._staged = np.frombuffer(memory_at(self._staging, _TABLES_BYTES), np.uint8)
             stack.callback(gpu.stream_synchronize, self._stream)
             self._stack = stack.pop_all()
 
@@ -84,15 +85,22 @@ class PieceHasher:
             GpuFailed: The driver failed.
         """
         found = np.empty((len(lengths), VALUE_BYTES), np.uint8)
+        begun: slice | None = None
         with self._lock:
             for some in batches(lengths, leaves_max=_LEAVES_MAX, pieces_max=_PIECES_MAX):
-                self._hash(plan_hashes(addresses[some], lengths[some]), found[some])
+                # Planned while the GPU is busy with the batch before.
+                plan = plan_hashes(addresses[some], lengths[some])
+                if begun is not None:
+                    self._finish(found[begun])
+                self._begin(plan)
+                begun = some
+            if begun is not None:
+                self._finish(found[begun])
         return found
 
-    def _hash(self, plan: HashPlan, into: npt.NDArray[np.uint8]) -> None:
+    def _begin(self, plan: HashPlan) -> None:
         gpu, stream = self._gpu, self._stream
-        staged = np.frombuffer(memory_at(self._staging, _TABLES_BYTES), np.uint8)
-        staged[: len(plan.tables)] = plan.tables
+        self._staged[: len(plan.tables)] = plan.tables
         gpu.copy_in(self._tables, self._staging, len(plan.tables), stream)
         pieces = U32(plan.pieces)
         for number, level in enumerate(plan.levels):
@@ -111,9 +119,12 @@ class PieceHasher:
             blocks = -(-level.values // _THREADS)
             gpu.launch(function, (blocks, 1, 1), (_THREADS, 1, 1), arguments, stream)
         last = self._work[(len(plan.levels) - 1) % 2]
-        gpu.copy_out(self._staging, last, into.nbytes, stream)
-        gpu.stream_synchronize(stream)
-        into[:] = staged[: into.nbytes].reshape(into.shape)
+        # The tables have been read long before this is written over them.
+        gpu.copy_out(self._staging, last, plan.pieces * VALUE_BYTES, stream)
+
+    def _finish(self, into: npt.NDArray[np.uint8]) -> None:
+        self._gpu.stream_synchronize(self._stream)
+        into[:] = self._staged[: into.nbytes].reshape(into.shape)
 
 
 @contextlib.contextmanager
