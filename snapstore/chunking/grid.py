@@ -21,7 +21,10 @@ from snapstore.chunking.base import (
 )
 from snapstore.units import KIB, PAGE_BYTES
 
-__all__ = ["GridCutter"]
+__all__ = ["DEVICE_CHUNK_BYTES", "GridCutter"]
+
+DEVICE_CHUNK_BYTES = 256 * KIB
+"""The grid of the class `device`: four million chunks for a terabyte."""
 
 _PAGES_COMPARED = 16
 
@@ -30,7 +33,7 @@ _PAGES_COMPARED = 16
 class GridCutter:
     """Cuts every `chunk_bytes` from the start of the stream; whole chunks of zeros are left out."""
 
-    chunk_bytes: int = 256 * KIB
+    chunk_bytes: int = DEVICE_CHUNK_BYTES
 
     @property
     def chunk_bytes_max(self) -> int:
