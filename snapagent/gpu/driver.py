@@ -225,8 +225,10 @@ class Driver:
         self.call("cuMemAddressFree", address, length)
 
     def map(self, address: int, length: int, handle: int, ordinals: Sequence[int]) -> None:
-        """Map physical memory at reserved addresses, for some GPUs to read and write."""
+        """Map physical memory at reserved addresses, for these GPUs to read and write."""
         self.call("cuMemMap", address, length, 0, handle, 0)
+        if not ordinals:
+            return
         try:
             access = (libcuda.AccessDescription * len(ordinals))(
                 *(libcuda.device_access(ordinal) for ordinal in ordinals)

@@ -16,6 +16,7 @@ agent; there may be several in a process, each with a socket of its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import select
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from snapagent.errors import AgentError, PreflightFailed
+from snapagent.gpu.owned import GpuMemory
 from snapagent.linux import peers, processes
 from snapagent.linux.memfds import has_open, make_memfd
 from snapagent.linux.packets import BadPacketError, Channel
@@ -32,10 +34,11 @@ from snapagent.memory.held import HeldMemory, take_over
 from snapagent.memory.ledger import BrokerLimits, Ledger, Refused, Region, Session, State
 from snapagent.memory.lent import Admissions, AdmittedSession, FrozenSession, LentRegion
 from snapagent.memory.listening import listen
+from snapagent.memory.placement import HOST
 from snapagent.memory.requests import Hooks, Reply, Requests, Visitor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from snapagent.linux.peers import Process
@@ -96,7 +99,9 @@ class MemoryBroker:
         self._lock = threading.RLock()
         self._ledger = Ledger(limits or BrokerLimits())
         hooks = Hooks(self._watch, self._close_later, self._drop, self._hold, self._forget_held)
-        self._requests = Requests(self._ledger, hooks)
+        self.gpus = GpuMemory()
+        """What makes memory of GPUs."""
+        self._requests = Requests(self._ledger, hooks, self.gpus)
         self._connections: dict[int, tuple[Channel, Visitor]] = {}
         self._pidfds: dict[int, Process] = {}
         self._to_close: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
@@ -228,7 +233,8 @@ class MemoryBroker:
     def _frozen(self, session: Session) -> FrozenSession:
         lent = _lent([session.regions[number] for number in sorted(session.regions)])
         session.state = State.FROZEN
-        return FrozenSession(session.id, session.rank, lent, lambda: self._thaw(session))
+        thaw = functools.partial(self._thaw, session)
+        return FrozenSession(session.id, session.rank, lent, thaw, self.gpus)
 
     def _thaw(self, session: Session) -> None:
         with self._lock:
@@ -238,12 +244,20 @@ class MemoryBroker:
 
     # -- restores ---------------------------------------------------------------------------------
 
-    def admit(self, places: Sequence[tuple[Rank, SessionPlace]], owner: int) -> Admissions:
-        """Make the memory of sessions that are to be restored; it is all zeros.
+    def admit(
+        self,
+        places: Sequence[tuple[Rank, SessionPlace]],
+        owner: int,
+        devices: Mapping[str, str] | None = None,
+    ) -> Admissions:
+        """Make the memory of sessions that are to be restored.
+
+        That of the host is all zeros, that of GPUs is undefined.
 
         Args:
             places: What to make, with the rank of each.
             owner: The process below which those that have it come to life.
+            devices: Which GPUs take the place of those of the snapshot, by UUID.
 
         Raises:
             AgentError: There is no room for it; nothing is left.
@@ -251,13 +265,15 @@ class MemoryBroker:
         made: list[AdmittedSession] = []
         try:
             for rank, place in places:
-                made.append(self._admit(rank, place, owner))
+                made.append(self._admit(rank, place, owner, devices or {}))
         except BaseException:
-            Admissions(made, self._buffers).abort()
+            Admissions(made, self._buffers, self.gpus).abort()
             raise
-        return Admissions(made, self._buffers)
+        return Admissions(made, self._buffers, self.gpus)
 
-    def _admit(self, rank: Rank, place: SessionPlace, owner: int) -> AdmittedSession:
+    def _admit(
+        self, rank: Rank, place: SessionPlace, owner: int, devices: Mapping[str, str]
+    ) -> AdmittedSession:
         with self._lock:
             session = Session(place.session, rank, None, State.FILLING, {})
             try:
@@ -265,14 +281,15 @@ class MemoryBroker:
                 self._watch_all(session, [owner])
                 _require_owner(session, owner)
                 for one in place.regions:
-                    region = Region(one.region, one.address, one.length, one.huge, -1)
+                    device = devices.get(one.device, one.device)
+                    region = Region(one.region, one.address, one.length, one.huge, -1, device)
                     self._ledger.check_room(session, region)
-                    region.fd = _make(region)
+                    region.fd = self._make(region)
                     self._ledger.put(session, region)
                 lent = _lent([session.regions[one.region] for one in place.regions])
             except BaseException as error:
                 self._drop(session)
-                if isinstance(error, Refused | OSError):
+                if isinstance(error, Refused | OSError | AgentError):
                     raise AgentError(
                         f"the external memory of the snapshot cannot be made: {error}",
                         next_step="end other workloads, or raise the broker's limits",
@@ -286,6 +303,16 @@ class MemoryBroker:
             abort=lambda: self._abort(session),
             was_resumed=lambda: session.state is State.SHARED,
         )
+
+    def _make(self, region: Region) -> int:
+        if region.device != HOST:
+            return self.gpus.make(region.device, region.length)
+        if region.huge:
+            try:
+                return make_memfd(region.length, huge=True)
+            except OSError:
+                region.huge = False
+        return make_memfd(region.length, huge=False)
 
     def _filled(self, session: Session) -> None:
         with self._lock:
@@ -495,15 +522,6 @@ def _require_owner(session: Session, pid: int) -> None:
         raise Refused("lost", f"process {pid} has ended")
 
 
-def _make(region: Region) -> int:
-    if region.huge:
-        try:
-            return make_memfd(region.length, huge=True)
-        except OSError:
-            region.huge = False
-    return make_memfd(region.length, huge=False)
-
-
 def _lent(regions: Sequence[Region]) -> tuple[LentRegion, ...]:
     """Duplicate descriptors, so that whoever uses them does not depend on the session.
 
@@ -515,6 +533,6 @@ def _lent(regions: Sequence[Region]) -> tuple[LentRegion, ...]:
         for one in regions:
             fd = os.dup(one.fd)
             stack.callback(os.close, fd)
-            lent.append(LentRegion(one.number, one.address, one.length, one.huge, fd))
+            lent.append(LentRegion(one.number, one.address, one.length, one.huge, fd, one.device))
         stack.pop_all()
     return tuple(lent)

@@ -1,6 +1,7 @@
 /* A CUDA driver without a GPU, for tests: device memory is memory of the kernel (memfd).
  *
- * What is emulated as documented: devices with UUIDs and a memory size, physical memory with POSIX
+ * What is emulated as documented, or as driver 580 does it where nothing is documented
+ * (`tools/gpu/check_driver.py` asks a real one): devices with UUIDs and a memory size, physical memory with POSIX
  * descriptors that other processes can import, reserved addresses, mappings at fixed addresses,
  * access rights, streams that work on threads of their own, events, page-locked host memory,
  * kernels that were compiled for the host, and the checkpoint of other processes with its states.
@@ -52,7 +53,7 @@ typedef int CUresult;
 typedef uint64_t CUdeviceptr;
 enum {
   SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101,
-  INVALID_IMAGE = 200, INVALID_CONTEXT = 201, ALREADY_MAPPED = 208, INVALID_HANDLE = 400,
+  INVALID_IMAGE = 200, INVALID_CONTEXT = 201, OPERATING_SYSTEM = 304, INVALID_HANDLE = 400,
   ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
   HOST_MEMORY_ALREADY_REGISTERED = 712, HOST_MEMORY_NOT_REGISTERED = 713, NOT_SUPPORTED = 801,
   UNKNOWN = 999
@@ -61,7 +62,8 @@ static const struct { int code; const char *name; } error_names[] = {
   {SUCCESS, "CUDA_SUCCESS"}, {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
   {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"}, {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"},
   {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"}, {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE"},
-  {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"}, {ALREADY_MAPPED, "CUDA_ERROR_ALREADY_MAPPED"},
+  {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
+  {OPERATING_SYSTEM, "CUDA_ERROR_OPERATING_SYSTEM"},
   {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"}, {ILLEGAL_STATE, "CUDA_ERROR_ILLEGAL_STATE"},
   {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"}, {NOT_READY, "CUDA_ERROR_NOT_READY"},
   {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},
@@ -535,7 +537,7 @@ API CUresult cuMemImportFromShareableHandle(uint64_t *handle, void *os_handle, i
   ENTER(false);
   int fd = (int)(intptr_t)os_handle, ordinal = type == 1 ? ordinal_of_memory(fd) : -1;
   struct stat found;
-  if (ordinal < 0 || fstat(fd, &found) < 0) return leave(INVALID_VALUE);
+  if (ordinal < 0 || fstat(fd, &found) < 0) return leave(UNKNOWN);
   pthread_mutex_lock(&table_lock);
   uint64_t slot = new_physical();
   int own = slot ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
@@ -621,12 +623,16 @@ API CUresult cuMemAddressFree(uint64_t start, size_t length) {
   return leave(result);
 }
 
-static CUresult map_locked(uint64_t start, size_t length, Physical *one, bool legacy) {
+static bool is_reserved(uint64_t start, size_t length) {
   bool reserved = false;
   for (int i = 0; i < reservations_end; i++)
     reserved |= reservations[i].used && reservations[i].start <= start &&
                 start + length <= reservations[i].start + reservations[i].length;
-  if (!reserved) return INVALID_VALUE;
+  return reserved;
+}
+
+static CUresult map_locked(uint64_t start, size_t length, Physical *one, bool legacy) {
+  if (!is_reserved(start, length)) return INVALID_VALUE;
   int slot = -1;
   for (int i = 0; i < TABLE_MAX; i++) {
     if (i < mappings_end && mappings[i].used) {
@@ -649,13 +655,23 @@ API CUresult cuMemMap(uint64_t start, size_t length, size_t offset, uint64_t han
   if (!length || (start | length) % GRANULARITY || offset || flags) return leave(INVALID_VALUE);
   pthread_mutex_lock(&table_lock);
   Physical *one = physical_of(handle);
-  CUresult result =
-      one && length <= one->length ? map_locked(start, length, one, false) : INVALID_VALUE;
+  CUresult result = INVALID_VALUE;
+  if (one && length < one->length) result = NOT_SUPPORTED;
+  if (one && length == one->length) result = map_locked(start, length, one, false);
   pthread_mutex_unlock(&table_lock);
   return leave(result);
 }
 
-/* Whole mappings that fill a range without gaps, or none. */
+/* Whole mappings in a range; they may leave gaps. */
+static bool are_whole(uint64_t start, size_t length) {
+  for (int i = 0; i < mappings_end; i++)
+    if (mappings[i].used && overlaps(start, length, mappings[i].start, mappings[i].length) &&
+        (mappings[i].start < start || mappings[i].start + mappings[i].length > start + length))
+      return false;
+  return true;
+}
+
+/* Whole mappings that fill a range without gaps. */
 static bool fills(uint64_t start, size_t length) {
   uint64_t covered = 0;
   for (int i = 0; i < mappings_end; i++) {
@@ -680,7 +696,7 @@ static void unmap_locked(uint64_t start, size_t length) {
 API CUresult cuMemUnmap(uint64_t start, size_t length) {
   ENTER(false);
   pthread_mutex_lock(&table_lock);
-  bool possible = length && fills(start, length);
+  bool possible = length && is_reserved(start, length) && are_whole(start, length);
   if (possible) unmap_locked(start, length);
   pthread_mutex_unlock(&table_lock);
   return leave(possible ? SUCCESS : INVALID_VALUE);
@@ -1197,6 +1213,13 @@ static Shared *open_state(int pid) {
   return page;
 }
 
+/* What is said of a process that has nothing to do with CUDA, or is not there. */
+static CUresult no_state(int pid) {
+  char path[32];
+  snprintf(path, sizeof path, "/proc/%d", pid);
+  return access(path, F_OK) ? OPERATING_SYSTEM : NOT_INITIALIZED;
+}
+
 static CUresult finish(Shared *page, CUresult result) {
   munmap(page, 4096);
   return result;
@@ -1205,7 +1228,7 @@ static CUresult finish(Shared *page, CUresult result) {
 API CUresult cuCheckpointProcessGetState(int pid, int *state) {
   ENTER(false);
   Shared *page = open_state(pid);
-  if (!page) return leave(INVALID_VALUE);
+  if (!page) return leave(no_state(pid));
   *state = atomic_load(&page->state);
   return leave(finish(page, SUCCESS));
 }
@@ -1213,7 +1236,7 @@ API CUresult cuCheckpointProcessGetState(int pid, int *state) {
 API CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid) {
   ENTER(false);
   Shared *page = open_state(pid);
-  if (!page) return leave(INVALID_VALUE);
+  if (!page) return leave(no_state(pid));
   *tid = page->tid;
   return leave(finish(page, SUCCESS));
 }
@@ -1221,7 +1244,7 @@ API CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid) {
 API CUresult cuCheckpointProcessLock(int pid, LockArguments *arguments) {
   ENTER(false);
   Shared *page = open_state(pid);
-  if (!page) return leave(INVALID_VALUE);
+  if (!page) return leave(no_state(pid));
   int expected = RUNNING;
   if (!atomic_compare_exchange_strong(&page->state, &expected, LOCKED))
     return leave(finish(page, ILLEGAL_STATE));
@@ -1239,7 +1262,7 @@ API CUresult cuCheckpointProcessLock(int pid, LockArguments *arguments) {
 static CUresult change(int pid, int from, int to) {
   ENTER(false);
   Shared *page = open_state(pid);
-  if (!page) return leave(INVALID_VALUE);
+  if (!page) return leave(no_state(pid));
   bool right = atomic_compare_exchange_strong(&page->state, &from, to);
   return leave(finish(page, right ? SUCCESS : ILLEGAL_STATE));
 }
@@ -1248,12 +1271,10 @@ API CUresult cuCheckpointProcessCheckpoint(int pid, void *arguments) {
   (void)arguments;
   ENTER(false);
   Shared *page = open_state(pid);
-  if (!page) return leave(INVALID_VALUE);
-  /* Memory of other processes cannot be part of a checkpoint. */
-  bool possible = !atomic_load(&page->imported_mapped);
-  finish(page, SUCCESS);
-  leave(SUCCESS);
-  return possible ? change(pid, LOCKED, CHECKPOINTED) : NOT_SUPPORTED;
+  if (!page) return leave(no_state(pid));
+  int expected = LOCKED;
+  bool right = atomic_compare_exchange_strong(&page->state, &expected, CHECKPOINTED);
+  return leave(finish(page, right ? SUCCESS : ILLEGAL_STATE));
 }
 
 static bool translate(Shared *page, const RestoreArguments *arguments) {
@@ -1273,9 +1294,11 @@ static bool translate(Shared *page, const RestoreArguments *arguments) {
 API CUresult cuCheckpointProcessRestore(int pid, const RestoreArguments *arguments) {
   ENTER(false);
   Shared *page = open_state(pid);
-  if (!page) return leave(INVALID_VALUE);
+  if (!page) return leave(no_state(pid));
   CUresult result = SUCCESS;
   if (atomic_load(&page->state) != CHECKPOINTED) result = ILLEGAL_STATE;
+  /* Memory of other processes cannot be part of a checkpoint, which is noticed too late. */
+  else if (atomic_load(&page->imported_mapped)) result = NOT_SUPPORTED;
   else if (!translate(page, arguments)) result = INVALID_VALUE;
   else atomic_store(&page->state, LOCKED);
   return leave(finish(page, result));

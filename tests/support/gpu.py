@@ -2,16 +2,17 @@
 
 import ctypes
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from snapagent.gpu.driver import Driver, load_driver
+from snapagent.gpu.driver import Driver, Gpu, load_driver
 from snapagent.workload.libcuda import LIBRARY_VARIABLE
 
 EMULATOR = Path(__file__).parents[1] / "emulator"
@@ -58,7 +59,7 @@ def emulated_libcuda(copy: str = "") -> Path:
 def _built(compile_with: str) -> Path:
     # One for all runs, since processes that were restored look for the file at the same path.
     source, header = EMULATOR / "libcuda.c", EMULATOR / "emulated_cuda.h"
-    stamp = f"{max(path.stat().st_mtime_ns for path in (source, header)):x}"
+    stamp = hashlib.sha256(source.read_bytes() + header.read_bytes()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"snapagent-emulated-cuda-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"libcuda-{stamp}.so.1"
@@ -101,3 +102,31 @@ def counter(driver: Driver, name: str) -> int:
     library.emulated_cuda_counter.restype = ctypes.c_uint64
     found: int = library.emulated_cuda_counter(COUNTERS.index(name))
     return found
+
+
+class DeviceBytes:
+    """Reads and writes memory of the first device, whichever device it is on."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.gpu: Gpu = driver.open(0)
+
+    def write(self, address: int, data: bytes) -> None:
+        buffer = (ctypes.c_ubyte * len(data)).from_buffer_copy(data)
+        self.gpu.copy_in(address, ctypes.addressof(buffer), len(data), 0)
+        self.gpu.synchronize()
+
+    def read(self, address: int, length: int) -> bytes:
+        buffer = (ctypes.c_ubyte * length)()
+        self.gpu.copy_out(ctypes.addressof(buffer), address, length, 0)
+        self.gpu.synchronize()
+        return bytes(buffer)
+
+
+def segment_functions(
+    allocate_at: int, free_at: int
+) -> tuple[Callable[[int, int, int | None], int | None], Callable[..., None]]:
+    """Return functions at addresses, of the kind that torch calls for segments."""
+    pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+    allocate = ctypes.CFUNCTYPE(pointer, size, number, pointer)
+    free = ctypes.CFUNCTYPE(None, pointer, size, number, pointer)
+    return allocate(allocate_at), free(free_at)

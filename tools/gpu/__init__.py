@@ -1,1 +1,1 @@
-"""Programs that measure and prove what needs a real GPU; each writes JSON."""
+"""Programs for machines with GPUs: what was measured there, and what the driver does."""

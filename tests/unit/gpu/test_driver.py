@@ -180,7 +180,7 @@ def test_mappings_are_checked(driver: Driver, gpu: Gpu) -> None:
     with pytest.raises(GpuFailed, match="INVALID_VALUE"):
         driver.map(address, GRAIN, handle, [0])
     with pytest.raises(GpuFailed, match="INVALID_VALUE"):
-        driver.unmap(address, 2 * GRAIN)
+        driver.unmap(address + GRAIN, 4 * GRAIN)
     with pytest.raises(GpuFailed, match="INVALID_VALUE"):
         driver.free_addresses(address, 2 * GRAIN)
     gpu.fill(address, 0, GRAIN, 0)
