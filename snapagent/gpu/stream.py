@@ -12,13 +12,15 @@ in the plan: beside reading, hashing and copying, which let others run, a piece 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
+import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from snapagent.gpu.arena import Slot, near_gpu
+from xxhash import xxh3_128_digest
+
+from snapagent.gpu.arena import SLOT_BYTES, near_gpu
 from snapagent.gpu.checking import ChunkPlace, DeviceChunks, place_of
 from snapstore import Integrity, ReadCheck
 from snapstore.clock import SystemClock
@@ -26,16 +28,19 @@ from snapstore.errors import DigestMismatch, FormatError, IntegrityError
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from snapagent.gpu.arena import PinnedArena
-    from snapagent.gpu.driver import Gpu
+    from snapagent.gpu.arena import PinnedArena, Slot
+    from snapagent.gpu.driver import Gpu, Lane
     from snapagent.gpu.hashing import PieceHasher
     from snapstore import FilePiece, SnapshotFile
+    from snapstore.ids import PackId
 
 __all__ = ["DirectSource", "GpuStream", "StreamReport", "StreamTarget"]
 
 _SLOTS_PER_WORKER: Final = 2
+_BATCH_PIECES: Final = 4
+"""Taken at a time by a worker: few enough that all of them end at about the same time."""
 _DIRECT_BYTES: Final = 32 * MIB
 """Fetched at a time from memory that is page-locked already: so that a stop is noticed soon."""
 
@@ -109,25 +114,35 @@ class _Target:
     check: ReadCheck
     chunks: DeviceChunks | None
     left: int = 0
+    """Items that have not arrived."""
 
 
 class _Item(NamedTuple):
-    """A piece on its way; from memory that is ready if it has an address."""
+    """A piece on its way.
 
-    target: _Target
-    piece: FilePiece | None
-    offset: int
+    Attributes:
+        to: Where it goes, in the GPU's memory.
+        length: Bytes.
+        source: Its address, if it lies ready.
+        piece: In the file, unless it lies ready.
+        at: Where in its pack it is, if the processor has to do no more than read it, else -1.
+        checksum: XXH3-128 that it must have; empty if the GPU checks it.
+    """
+
+    to: int
     length: int
     source: int
+    piece: FilePiece | None
+    at: int = -1
+    checksum: bytes = b""
 
 
-@dataclass(slots=True)
-class _Place:
-    """What one worker has one piece in at a time."""
+class _Batch(NamedTuple):
+    """Some pieces of one file for one worker; those at a place in a pack are all of the same."""
 
-    slot: Slot
-    event: int
-    item: _Item | None = None
+    target: _Target
+    items: list[_Item]
+    pack: PackId | None
 
 
 class GpuStream:
@@ -208,19 +223,19 @@ class _Run:
         self._progress = progress
         self._lock = threading.Lock()
         self._failed = threading.Event()
-        self._ready = collections.deque[_Item]()
-        items: list[tuple[int, _Item]] = []
         self._empty: list[_Target] = []
+        batches: list[tuple[int, _Batch]] = []
         for number, what in enumerate(targets):
             target = _plan_target(number, what, stream.hasher)
-            more = _items_of(target)
-            target.left = len(more)
-            items += more
+            more = _batches_of(target)
+            target.left = sum(len(batch.items) for _, batch in more)
+            batches += more
             if not more:
                 self._empty.append(target)
         # Neighbours in the store are read one after the other, whatever files they belong to.
-        items.sort(key=lambda one: one[0])
-        self._ready.extend(item for _, item in items)
+        batches.sort(key=lambda one: one[0])
+        self._ready = collections.deque(batch for _, batch in batches)
+        self.packs = _OpenPacks(self._ready)
 
     @property
     def is_over(self) -> bool:
@@ -241,9 +256,10 @@ class _Run:
             self._attempt(functools.partial(_Run.finish, target=target))
         for thread in threads:
             thread.join()
+        self.packs.close()
 
-    def next(self) -> _Item | None:
-        """Take the next piece; none if there is no more, or all is over."""
+    def next(self) -> _Batch | None:
+        """Take what to do next; none if there is no more, or all is over."""
         if self.is_over:
             return None
         try:
@@ -251,20 +267,20 @@ class _Run:
         except IndexError:
             return None
 
-    def arrived(self, item: _Item) -> None:
-        """Take note of a piece that is in the GPU's memory; the last one makes its file whole."""
-        data = 0 if item.piece is not None and item.piece.is_zeros else item.length
+    def arrived(self, target: _Target, items: list[_Item]) -> None:
+        """Take note of pieces that are in the GPU's memory; the last one makes its file whole."""
+        data = sum(item.length for item in items if item.piece is None or not item.piece.is_zeros)
         with self._lock:
             report = self.report
             report.bytes += data
-            report.zero_bytes += item.length - data
-            report.direct_bytes += item.length if item.piece is None else 0
-            item.target.left -= 1
-            is_whole = not item.target.left
+            report.zero_bytes += sum(item.length for item in items) - data
+            report.direct_bytes += sum(item.length for item in items if item.piece is None)
+            target.left -= len(items)
+            is_whole = not target.left
         if data:
             self._progress(data)
         if is_whole and not self.is_over:
-            self.finish(item.target)
+            self.finish(target)
 
     def finish(self, target: _Target) -> None:
         """Check what is to be checked on the GPU, and say that a file is there."""
@@ -294,72 +310,133 @@ class _Run:
             self._failed.set()
 
 
+class _OpenPacks:
+    """Descriptors of the packs that batches under way are read from. Thread-safe."""
+
+    def __init__(self, batches: Iterable[_Batch]) -> None:
+        self._lock = threading.Lock()
+        self._left = collections.Counter(one.pack for one in batches if one.pack is not None)
+        self._fds: dict[PackId, int | None] = {}
+
+    def open(self, batch: _Batch) -> int | None:
+        """Return the descriptor for a batch; none if there is none."""
+        pack, piece = batch.pack, batch.items[0].piece
+        if pack is None or piece is None:
+            return None
+        with self._lock:
+            if pack not in self._fds:
+                self._fds[pack] = batch.target.what.file.open_pack(piece)
+            return self._fds[pack]
+
+    def done(self, batch: _Batch) -> None:
+        """Say that a batch needs its pack no more."""
+        if batch.pack is None:
+            return
+        with self._lock:
+            self._left[batch.pack] -= 1
+            fd = None if self._left[batch.pack] else self._fds.pop(batch.pack, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close what is left after an error."""
+        with self._lock:
+            for fd in self._fds.values():
+                if fd is not None:
+                    os.close(fd)
+            self._fds.clear()
+
+
 def _work(run: _Run) -> None:
     """What each thread does."""
-    gpu = run.stream.gpu
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(near_gpu(gpu))
-        slots = stack.enter_context(run.stream.arena.borrow(_SLOTS_PER_WORKER))
-        stream = gpu.stream_create()
-        stack.callback(gpu.stream_destroy, stream)
-        places = []
-        for slot in slots:
-            event = gpu.event_create(blocking=run.stream.blocking)
-            stack.callback(gpu.event_destroy, event)
-            places.append(_Place(slot, event))
-        # Whatever happens, no copy may be under way when the slots go back.
-        stack.callback(gpu.stream_synchronize, stream)
-        _Worker(run, gpu, stream, places).work()
+    stream = run.stream
+    with (
+        near_gpu(stream.gpu),
+        stream.arena.borrow(_SLOTS_PER_WORKER) as slots,
+        # Whatever happens, it waits for all copies before the slots go back.
+        stream.gpu.lane(len(slots), blocking=stream.blocking) as lane,
+    ):
+        worker = _Worker(run, lane, slots)
+        try:
+            worker.work()
+        finally:
+            run.took(worker.read_s, worker.wait_s)
 
 
-@dataclass(slots=True)
 class _Worker:
-    """One thread with its stream and its places."""
+    """One thread with its stream and its slots."""
 
-    run: _Run
-    gpu: Gpu
-    stream: int
-    places: list[_Place]
-    read_s: float = field(default=0.0)
-    wait_s: float = field(default=0.0)
+    def __init__(self, run: _Run, lane: Lane, slots: list[Slot]) -> None:
+        self._run = run
+        self._lane = lane
+        self._slots = slots
+        self._used = 0
+        self._clock = SystemClock()
+        self.read_s = 0.0
+        self.wait_s = 0.0
 
     def work(self) -> None:
-        """Take pieces until there is none left, or all is over."""
-        number = 0
-        while (item := self.run.next()) is not None:
-            place = self.places[number % len(self.places)]
-            self._settle(place)
-            self._begin(place, item)
-            number += 1
-        for _ in self.places:
-            self._settle(self.places[number % len(self.places)])
-            number += 1
-        self.run.took(self.read_s, self.wait_s)
+        """Take batches until there is none left, or all is over."""
+        run = self._run
+        pending: collections.deque[tuple[_Batch, int]] = collections.deque()
+        while (batch := run.next()) is not None:
+            fd = run.packs.open(batch)
+            for item in batch.items:
+                place = self._free_place()
+                if run.is_over:
+                    return
+                self._begin(place, batch.target, item, fd)
+            run.packs.done(batch)
+            pending.append((batch, self._used))
+            # A place is used again only after what was there has arrived.
+            while pending and pending[0][1] <= self._used - len(self._slots):
+                done, _ = pending.popleft()
+                run.arrived(done.target, done.items)
+        for place in range(len(self._slots)):
+            self._wait(place)
+        for done, _ in pending:
+            run.arrived(done.target, done.items)
 
-    def _settle(self, place: _Place) -> None:
-        """Wait until the piece that is in a place has arrived."""
-        item, place.item = place.item, None
-        if item is not None:
-            begin = self.run.clock.monotonic_s()
-            self.gpu.event_synchronize(place.event)
-            self.wait_s += self.run.clock.monotonic_s() - begin
-            self.run.arrived(item)
+    def _free_place(self) -> int:
+        place = self._used % len(self._slots)
+        if self._used >= len(self._slots):
+            self._wait(place)
+        self._used += 1
+        return place
 
-    def _begin(self, place: _Place, item: _Item) -> None:
-        """Read a piece, unless it is ready, and let the GPU fetch it."""
-        to = item.target.what.address + item.offset
-        piece = item.piece
+    def _wait(self, place: int) -> None:
+        begin = self._clock.monotonic_s()
+        self._lane.wait(place)
+        self.wait_s += self._clock.monotonic_s() - begin
+
+    def _begin(self, place: int, target: _Target, item: _Item, fd: int | None) -> None:
+        """Read a piece, unless it lies ready, and let the GPU fetch it."""
+        piece, slot = item.piece, self._slots[place]
         if piece is None:
-            self.gpu.copy_in(to, item.source, item.length, self.stream)
+            self._lane.copy_in(place, item.to, item.source, item.length)
         elif piece.is_zeros:
-            self.gpu.fill(to, 0, item.length, self.stream)
+            self._lane.fill(place, item.to, 0, item.length)
         else:
-            begin = self.run.clock.monotonic_s()
-            _read(item.target, piece, place.slot.view)
-            self.read_s += self.run.clock.monotonic_s() - begin
-            self.gpu.copy_in(to, place.slot.address, item.length, self.stream)
-        self.gpu.event_record(place.event, self.stream)
-        place.item = item
+            begin = self._clock.monotonic_s()
+            if fd is None or not _read_raw(item, fd, slot.view):
+                _read(target, piece, slot.view)
+            self.read_s += self._clock.monotonic_s() - begin
+            self._lane.copy_in(place, item.to, slot.address, item.length)
+
+
+def _read_raw(item: _Item, fd: int, slot: memoryview) -> bool:
+    """Read a raw frame with one call; False if it is not as it should be, for `_read` to tell why.
+
+    It fails, too, where the system wants the length aligned that is read past the page cache.
+    """
+    view = slot if item.length == SLOT_BYTES else slot[: item.length]
+    try:
+        count = os.preadv(fd, [view], item.at)
+    except OSError:
+        return False
+    if count != item.length:
+        return False
+    return not item.checksum or xxh3_128_digest(view) == item.checksum
 
 
 def _plan_target(number: int, what: StreamTarget, hasher: PieceHasher | None) -> _Target:
@@ -371,23 +448,38 @@ def _plan_target(number: int, what: StreamTarget, hasher: PieceHasher | None) ->
     return _Target(number, what, check, chunks)
 
 
-def _items_of(target: _Target) -> list[tuple[int, _Item]]:
-    """The pieces of a file, each with where it lies in the store."""
-    source, size = target.what.source, target.what.file.size_bytes
+def _batches_of(target: _Target) -> list[tuple[int, _Batch]]:
+    """What to do for a file, each with where it lies in the store."""
+    what = target.what
+    source, size = what.source, what.file.size_bytes
     # Strong integrity that the GPU does not check would need the processor to read it all the same.
-    is_checked = target.chunks is not None or target.what.file.integrity is Integrity.FAST
-    if source is None or not is_checked:
-        return [
-            (piece.order, _Item(target, piece, piece.offset, piece.length, 0))
-            for piece in target.what.file.pieces()
-        ]
-    return [
-        (
-            -1,
-            _Item(target, None, offset, min(_DIRECT_BYTES, size - offset), source.address + offset),
-        )
-        for offset in range(0, size, _DIRECT_BYTES)
-    ]
+    is_checked = target.chunks is not None or what.file.integrity is Integrity.FAST
+    if source is not None and is_checked:
+        found = []
+        for offset in range(0, size, _DIRECT_BYTES):
+            length = min(_DIRECT_BYTES, size - offset)
+            item = _Item(what.address + offset, length, source.address + offset, None)
+            found.append((-1, _Batch(target, [item], None)))
+        return found
+    batches: list[tuple[int, _Batch]] = []
+    for piece in what.file.pieces():
+        pack, item = _item_of(target, piece)
+        last = batches[-1][1] if batches else None
+        joins = last is not None and pack is not None and last.pack == pack
+        if last is not None and joins and len(last.items) < _BATCH_PIECES:
+            last.items.append(item)
+        else:
+            batches.append((piece.order, _Batch(target, [item], pack)))
+    return batches
+
+
+def _item_of(target: _Target, piece: FilePiece) -> tuple[PackId | None, _Item]:
+    to, stored = target.what.address + piece.offset, piece.stored
+    by_chunks = target.check is ReadCheck.ALL and target.what.file.integrity is Integrity.STRONG
+    if stored is None or by_chunks:
+        return None, _Item(to, piece.length, 0, piece)
+    checksum = b"" if target.check is ReadCheck.NOTHING else stored.frame.checksum
+    return stored.pack, _Item(to, piece.length, 0, piece, stored.frame.offset, checksum)
 
 
 def _read(target: _Target, piece: FilePiece, into: memoryview) -> None:

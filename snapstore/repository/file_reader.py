@@ -252,6 +252,13 @@ class SnapshotFiles:
             offset = file.offset + piece.offset
             reader.read_frame(file.stream, offset, piece.stored, into, check=check)
 
+    def open_pack(self, entry: SnapshotEntry, piece: FilePiece) -> int | None:
+        """See `SnapshotFile.open_pack`."""
+        if piece.stored is None:
+            return None
+        file = self._first_name(self._entries[entry.path])
+        return self._readers_of(file).streaming.open_pack(piece.stored.pack)
+
     def chunks(self, entry: SnapshotEntry) -> FileChunks:
         """List the chunks of a file; see `SnapshotFile.chunks`."""
         file = self._first_name(self._entries[entry.path])
@@ -466,6 +473,19 @@ class SnapshotFile(io.RawIOBase):
                 np.frombuffer(into, np.uint8)[:] = 0
             else:
                 self._files.read_piece(self.entry, piece, into, check)
+
+    def open_pack(self, piece: FilePiece) -> int | None:
+        """Return a descriptor of the pack that has a raw piece, the caller's to close.
+
+        For whoever reads very many pieces: the bytes are at `piece.stored.frame.offset` there,
+        unchecked, and what was said of `check` in `read_piece` holds. The descriptor may bypass the
+        page cache. None if the piece is not raw, or packs are no files: then there is `read_piece`.
+
+        Raises:
+            MissingPack: The pack is gone.
+        """
+        self._require_open()
+        return self._files.open_pack(self.entry, piece)
 
     def chunks(self) -> FileChunks:
         """List the chunks of the file, out of the manifest that the snapshot's id covers.

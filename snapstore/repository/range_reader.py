@@ -14,9 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from snapstore.backend.base import ObjectKind
 from snapstore.backend.direct import page_aligned
+from snapstore.backend.posix import PosixBackend
+from snapstore.backend.retry import RetryingBackend
 from snapstore.compression import Codec, decode_frame
-from snapstore.errors import DigestMismatch
+from snapstore.errors import DigestMismatch, ObjectNotFound
 from snapstore.format.layout import ZEROS
 from snapstore.repository.read_plan import (
     Destination,
@@ -30,6 +33,7 @@ from snapstore.repository.stored_frames import (
     check_stored,
     copy_bytes,
     is_stored_raw,
+    missing_pack,
     read_unit,
 )
 from snapstore.units import KIB, MIB
@@ -173,6 +177,22 @@ class RangeReader:
             if not verifier.whole_chunks(stream, offset, into.nbytes).are_right(offset, into):
                 place = Destination(0, stream, offset, into.nbytes, 0)
                 verifier.check(place, into)
+
+    def open_pack(self, pack: PackId) -> int | None:
+        """Return a descriptor of a pack, the caller's to close; None if packs are no files here.
+
+        Raises:
+            MissingPack: The pack is gone.
+        """
+        backend = self._backend
+        if isinstance(backend, RetryingBackend):
+            backend = backend.inner
+        if not isinstance(backend, PosixBackend):
+            return None
+        try:
+            return backend.descriptor(ObjectKind.PACK, pack.hex)
+        except ObjectNotFound as error:
+            raise missing_pack(pack, 0) from error
 
     def _divide(self, stream: int, offset: int, length: int) -> _Division:
         base = self._segments.base(stream)

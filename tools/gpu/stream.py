@@ -22,13 +22,13 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
 from snapagent.errors import GpuFailed
 from snapagent.gpu.arena import SLOT_BYTES, PinnedArena
-from snapagent.gpu.driver import Gpu, address_of, load_driver
+from snapagent.gpu.driver import Gpu, Lane, address_of, load_driver
 from snapagent.gpu.hashing import PieceHasher, device_buffer
 from snapagent.gpu.kernels import load_kernels
 from snapagent.gpu.stream import GpuStream, StreamTarget
@@ -373,33 +373,51 @@ def child(options: argparse.Namespace) -> None:
 # -- damage ---------------------------------------------------------------------------------------
 
 
-class FlippingGpu:
-    """A GPU behind a bus that flips one bit after the processor's check."""
+class FlippingLane:
+    """A bus that overwrites a little of the fifth piece, after the processor's check."""
 
-    def __init__(self, gpu: Gpu, after: int) -> None:
+    def __init__(self, gpu: Gpu, lane: Lane) -> None:
         self._gpu = gpu
-        self._left = after
-        self._lock = threading.Lock()
+        self._lane = lane
+        self._left = 5
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lane.__exit__()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._lane, name)
+
+    def copy_in(self, place: int, to: int, host: int, length: int) -> None:
+        """Copy, but for some bits of one piece."""
+        self._left -= 1
+        self._lane.copy_in(place, to, host, length)
+        if not self._left:
+            self._lane.wait(place)
+            self._gpu.fill(to + length // 2, 0x5A, 64, 0)
+            self._gpu.synchronize()
+
+
+class FlippingGpu:
+    """A GPU behind it."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._gpu, name)
 
-    def copy_in(self, to: int, host: int, length: int, stream: int) -> None:
-        """Copy, but for one bit of one piece."""
-        with self._lock:
-            self._left -= 1
-            flips = not self._left
-        self._gpu.copy_in(to, host, length, stream)
-        if flips:
-            one = np.full(64, 0x5A, np.uint8)
-            self._gpu.copy_in(to + length // 2, one.ctypes.data, len(one), stream)
-            self._gpu.stream_synchronize(stream)
+    def lane(self, places: int, *, blocking: bool = False) -> FlippingLane:
+        """See `Gpu.lane`."""
+        return FlippingLane(self._gpu, self._gpu.lane(places, blocking=blocking))
 
 
 def damage(setup: Setup, folder: Path, options: argparse.Namespace) -> list[str]:
     """See that each damage is found, and named; returns what was not."""
     failures = []
-    flipping = setup._replace(gpu=FlippingGpu(setup.gpu, 5))  # type: ignore[arg-type]
+    flipping = setup._replace(gpu=FlippingGpu(setup.gpu))  # type: ignore[arg-type]
     failures += expect("on the way", flipping, Integrity.STRONG, options)
     pieces = [piece for piece in setup.strong.pieces() if not piece.is_zeros]
     stored = pieces[len(pieces) // 2].stored

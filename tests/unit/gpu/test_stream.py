@@ -6,18 +6,20 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pytest
 
 from snapagent.gpu.arena import PinnedArena
-from snapagent.gpu.driver import Driver, Gpu, memory_at
+from snapagent.gpu.driver import Driver, Gpu, Lane, memory_at
 from snapagent.gpu.hashing import PieceHasher, device_buffer
 from snapagent.gpu.stream import GpuStream, StreamReport, StreamTarget
 from snapstore import Compression, Integrity, SnapshotFile, Store, StoreOptions
-from snapstore.backend.base import ObjectKind
+from snapstore.backend.base import Backend, ObjectKind
 from snapstore.backend.memory import MemoryBackend
+from snapstore.backend.posix import PosixBackend
 from snapstore.errors import DigestMismatch, MissingPack
 from snapstore.format.config import StoreConfig
 from snapstore.testing.clock import ManualClock
@@ -48,7 +50,7 @@ def contents() -> dict[str, bytes]:
 class Shelf:
     """A snapshot in a store whose objects can be damaged."""
 
-    backend: MemoryBackend
+    backend: Backend
 
     def files(self, integrity: Integrity) -> list[SnapshotFile]:
         options = StoreOptions(integrity=integrity, threads=2)
@@ -56,8 +58,8 @@ class Shelf:
         return [snapshot.open(name) for name in contents()]
 
 
-def shelf_of(compression: Compression) -> Shelf:
-    backend = MemoryBackend()
+def shelf_of(compression: Compression, backend: Backend | None = None) -> Shelf:
+    backend = backend or MemoryBackend()
     options = StoreOptions(compression=compression, threads=2)
     with Store(backend, CONFIG, options, ManualClock()).begin("a") as writer:
         for name, data in contents().items():
@@ -66,9 +68,12 @@ def shelf_of(compression: Compression) -> Shelf:
     return Shelf(backend)
 
 
-@pytest.fixture(scope="module", params=[Compression.NONE, Compression.AUTO])
-def shelf(request: pytest.FixtureRequest) -> Shelf:
-    return shelf_of(request.param)
+@pytest.fixture(scope="module", params=["memory none", "memory auto", "posix none"])
+def shelf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    place, compression = request.param.split()
+    folder = tmp_path_factory.mktemp("store")
+    backend = MemoryBackend() if place == "memory" else PosixBackend(folder)
+    return shelf_of(Compression(compression), backend)
 
 
 class Bench(NamedTuple):
@@ -181,12 +186,14 @@ def test_what_lies_ready_is_fetched_from_there(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("integrity", list(Integrity))
-@pytest.mark.parametrize("compression", [Compression.NONE, Compression.AUTO])
+@pytest.mark.parametrize("where", ["memory none", "memory auto", "posix none"])
 def test_a_flipped_bit_in_a_pack_is_named(
-    bench: Bench, integrity: Integrity, compression: Compression
+    bench: Bench, integrity: Integrity, where: str, tmp_path: Path
 ) -> None:
     """Proves: I6."""
-    shelf = shelf_of(compression)
+    place, compression = where.split()
+    backend = MemoryBackend() if place == "memory" else PosixBackend(tmp_path)
+    shelf = shelf_of(Compression(compression), backend)
     (info,) = shelf.backend.list(ObjectKind.PACK)
     data = bytearray(info.size_bytes)
     shelf.backend.get_range(ObjectKind.PACK, info.name, 0, memoryview(data))
@@ -203,21 +210,40 @@ def test_a_flipped_bit_in_a_pack_is_named(
     assert "push the same tree again" in caught.value.next_step
 
 
+class FlippingLane:
+    """A bus that flips a bit of the second piece, after the processor has checked it."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._left = 2
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lane.__exit__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lane, name)
+
+    def copy_in(self, place: int, to: int, host: int, length: int) -> None:
+        self._left -= 1
+        if not self._left:
+            memory_at(host, length)[length // 2] ^= 0x10
+        self._lane.copy_in(place, to, host, length)
+
+
 class FlippingGpu:
-    """A GPU behind a bus that flips a bit of one piece after the processor has checked it."""
+    """A GPU behind it."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._left = 2
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gpu, name)
 
-    def copy_in(self, to: int, host: int, length: int, stream: int) -> None:
-        self._left -= 1
-        if not self._left:
-            memory_at(host, length)[length // 2] ^= 0x10
-        self._gpu.copy_in(to, host, length, stream)
+    def lane(self, places: int, *, blocking: bool = False) -> FlippingLane:
+        return FlippingLane(self._gpu.lane(places, blocking=blocking))
 
 
 def test_a_bit_flipped_on_the_way_is_named(shelf: Shelf, bench: Bench) -> None:
