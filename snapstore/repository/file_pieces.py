@@ -121,12 +121,13 @@ def pieces_of(segments: Segments, begin: int, size_bytes: int) -> list[FilePiece
     orders = np.full(len(table), -1, np.int64)
     orders[data] = pack_order(segments.layout, table["frame"][data].astype(np.int64))
     kinds = np.where(data, np.where(raw, _RAW, _OTHER), _ZEROS)
+    begins, stops, firsts = starts.tolist(), ends.tolist(), orders.tolist()
+    raw_frames = _stored(segments, table["frame"][raw].astype(np.int64))
     found = []
     for kind, first, last in _groups(kinds, ends - starts):
-        offset, end = int(starts[first]), int(ends[last - 1])
-        stored = _stored(segments, int(table["frame"][first])) if kind == _RAW else None
-        order = int(orders[first])
-        found.append(FilePiece(offset, end - offset, kind == _ZEROS, order, stored))
+        stored = next(raw_frames) if kind == _RAW else None
+        offset, length = begins[first], stops[last - 1] - begins[first]
+        found.append(FilePiece(offset, length, kind == _ZEROS, firsts[first], stored))
     return found
 
 
@@ -164,9 +165,11 @@ def _groups(
     yield listed[first], first, len(listed)
 
 
-def _stored(segments: Segments, number: int) -> StoredFrame:
+def _stored(segments: Segments, numbers: Numbers) -> Iterator[StoredFrame]:
+    """Give raw frames by number; in columns, since there may be very many."""
     layout = segments.layout
-    row = layout.frames[number]
-    pack = PackId(bytes(layout.packs["id"][row["pack"]]))
-    columns = (row[name].item() for name in PlannedFrame._fields[1:])
-    return StoredFrame(pack, PlannedFrame(number, *columns))
+    rows = layout.frames[numbers]
+    packs = [PackId(bytes(raw)) for raw in layout.packs["id"].tolist()]
+    columns = (rows[name].tolist() for name in PlannedFrame._fields[1:])
+    frames = map(PlannedFrame, numbers.tolist(), *columns)
+    return map(StoredFrame, map(packs.__getitem__, rows["pack"].tolist()), frames)

@@ -93,6 +93,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gib", type=float, default=8, help="for each GPU")
     parser.add_argument("--gpus", type=int, default=0, help="how many; all of them unless given")
     parser.add_argument("--workers", type=int, default=0, help="threads for each GPU")
+    parser.add_argument("--sweep", default="", help="numbers of threads to try, with commas")
+    parser.add_argument("--all", action="store_true", help="BLAKE3 on the processor as well")
     parser.add_argument("--processes", action="store_true", help="also one process for each GPU")
     parser.add_argument("--blocking", action="store_true", help="threads that wait sleep")
     parser.add_argument("--compression", default="none", choices=["none", "auto", "fast"])
@@ -104,6 +106,7 @@ def parse() -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0))
     gpus = options.gpus or len(load_driver().devices)
     options.workers = options.workers or max(2, min(16, cores // gpus))
+    options.sweep = [int(word) for word in options.sweep.split(",") if word] or [options.workers]
     return options
 
 
@@ -158,7 +161,9 @@ def opened(number: int, folder: Path, options: argparse.Namespace) -> Iterator[S
         code = code or load_kernels(gpu.device.capability, folder)
         yield Setup(
             gpu=gpu,
-            arena=stack.enter_context(PinnedArena(gpu, slots=2 * options.workers)),
+            arena=stack.enter_context(
+                PinnedArena(gpu, slots=2 * max(options.workers, *options.sweep))
+            ),
             hasher=stack.enter_context(PieceHasher(gpu, code)),
             address=stack.enter_context(device_buffer(gpu, size)),
             size=size,
@@ -178,17 +183,18 @@ def measured(
     found: dict[str, object] = {}
     pinned = [pinned_rate(setups[:1])] + ([pinned_rate(setups)] if len(setups) > 1 else [])
     found["pinned_gb_per_s"] = pinned
-    for name, integrity, on_gpu in (
-        ("xxh3_on_cpu", Integrity.FAST, False),
-        ("blake3_on_gpu", Integrity.STRONG, True),
-        ("blake3_on_cpu", Integrity.STRONG, False),
-    ):
-        found[name] = stream_rates(setups, integrity, options, pinned, on_gpu=on_gpu)
-    for workers in sorted({2, 4, 8, 12, 16, 24, 32} - {options.workers}):
-        if workers <= one.arena.slots // 2:
-            found[f"blake3_on_gpu_{workers}_workers"] = stream_rates(
-                setups, Integrity.STRONG, options, pinned, on_gpu=True, workers=workers
+    for workers in options.sweep:
+        for name, integrity, on_gpu in (
+            ("xxh3_on_cpu", Integrity.FAST, False),
+            ("blake3_on_gpu", Integrity.STRONG, True),
+        ):
+            found[f"{name}_{workers}_workers"] = stream_rates(
+                setups, integrity, options, pinned, on_gpu=on_gpu, workers=workers
             )
+    if options.all:
+        found["blake3_on_cpu"] = stream_rates(
+            setups, Integrity.STRONG, options, pinned, on_gpu=False
+        )
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(registered(setup, folder)) for setup in setups]
         found["registered_s_per_gib"] = [round(s.seconds / (one.size / GIB), 3) for s in sources]
