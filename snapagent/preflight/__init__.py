@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from snapagent.preflight.cpu import add_machine
 from snapagent.preflight.criu_program import CriuFacts, find_criu, probe_criu
+from snapagent.preflight.gpus import GpuPlan, plan_gpus
 from snapagent.preflight.images import Images, read_images, snapshot_reader
-from snapagent.preflight.obstacles import Obstacle, obstacles_json, require
+from snapagent.preflight.obstacles import Obstacle, Obstacles, obstacles_json, require
 from snapagent.preflight.options import CaptureConditions, RestoreConditions, RestorePlace
 from snapagent.preflight.process import check_process
 from snapagent.preflight.snapshot import check_images, check_snapshot
@@ -13,8 +14,10 @@ from snapagent.preflight.snapshot import check_images, check_snapshot
 __all__ = [
     "CaptureConditions",
     "CriuFacts",
+    "GpuPlan",
     "Images",
     "Obstacle",
+    "Obstacles",
     "RestoreConditions",
     "RestorePlace",
     "add_machine",
@@ -23,6 +26,7 @@ __all__ = [
     "check_snapshot",
     "find_criu",
     "obstacles_json",
+    "plan_gpus",
     "probe_criu",
     "read_images",
     "require",

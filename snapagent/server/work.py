@@ -110,7 +110,12 @@ class Work:
         self, body: api.PreflightSnapshotBody, store_url: str
     ) -> api.PreflightAnswer:
         """Say what stands in the way of a restore."""
-        request = RestoreRequest(name=body.name, images=body.images, place=_place(body))
+        request = RestoreRequest(
+            name=body.name,
+            images=body.images,
+            place=_place(body),
+            allow_driver_change=body.allow_driver_change,
+        )
         with self._stores.use(store_url) as store:
             return _preflight(obstacles_of_snapshot(store, request, self._config))
 
@@ -127,6 +132,7 @@ def _restore_request(body: api.RestoreRequestBody) -> RestoreRequest:
         eager=body.eager,
         record_s=body.record_s,
         force=body.force,
+        allow_driver_change=body.allow_driver_change,
     )
 
 

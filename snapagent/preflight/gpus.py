@@ -1,0 +1,157 @@
+"""Whether the GPUs here can take the place of those of a snapshot, and which takes which."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from snapagent.errors import AgentError, GpuUnavailable
+from snapagent.gpu.checkpoint import require_checkpoints
+from snapagent.gpu.facts import driver_build
+from snapstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from snapagent.gpu.driver import Driver
+    from snapagent.gpu.facts import CudaFacts, GpuFacts
+    from snapagent.gpu.owned import GpuMemory
+    from snapagent.preflight.obstacles import Obstacles
+
+__all__ = ["GpuPlan", "plan_gpus"]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """Which GPU here takes the place of which of the snapshot, by UUID."""
+
+    devices: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> Mapping[str, str]:
+        """All of them, if any is another one; else none."""
+        return self.devices if any(old != new for old, new in self.devices.items()) else {}
+
+
+def plan_gpus(
+    found: Obstacles,
+    facts: CudaFacts | None,
+    needed: Mapping[str, int],
+    memory: GpuMemory,
+    *,
+    allow_driver_change: bool,
+) -> GpuPlan:
+    """Choose GPUs, and tell what stands in the way.
+
+    Args:
+        found: Gets the obstacles.
+        facts: What the snapshot says of its GPUs; none if it has none.
+        needed: How many bytes of external memory there are on each GPU of the snapshot.
+        memory: Of the GPUs here.
+        allow_driver_change: Whether another version of the driver is only worth a word.
+    """
+    if facts is None and not needed:
+        return GpuPlan()
+    try:
+        driver = memory.driver
+        require_checkpoints(driver)
+    except GpuUnavailable as error:
+        found.block("cuda-missing", f"the snapshot has GPU state, and {error}", error.next_step)
+        return GpuPlan()
+    if facts is None:
+        unknown = ", ".join(sorted(needed))
+        found.block(
+            "gpu-unknown",
+            f"the snapshot has memory of {unknown} and does not say what those were",
+            "capture it anew",
+        )
+        return GpuPlan()
+    _check_driver(found, facts, driver, allow_change=allow_driver_change)
+    plan = GpuPlan(_choose(found, facts, needed, driver))
+    _check_room(found, plan, needed, memory)
+    return plan
+
+
+def _check_driver(
+    found: Obstacles, facts: CudaFacts, driver: Driver, *, allow_change: bool
+) -> None:
+    there = (facts.driver or f"for CUDA {facts.cuda}", facts.cuda)
+    here = (driver_build() or f"for CUDA {driver.version}", driver.version)
+    if there != here:
+        found.add(
+            "cuda-driver",
+            f"it was captured with the NVIDIA driver {there[0]}, this one is {here[0]}",
+            "install the same driver; or restore with --allow-driver-change, which NVIDIA does not "
+            "promise to work: if it does not, the restore fails and nothing is left",
+            blocking=not allow_change,
+        )
+
+
+def _choose(
+    found: Obstacles, facts: CudaFacts, needed: Mapping[str, int], driver: Driver
+) -> dict[str, str]:
+    """Give each GPU of the snapshot one here of the same model: itself if possible."""
+    free = {device.uuid: device for device in driver.devices}
+    chosen = {one.uuid: one.uuid for one in facts.gpus if one.uuid in free}
+    for uuid in chosen:
+        del free[uuid]
+    # Those that have memory come first; of the others the processes may have known nothing.
+    left = [one for one in facts.gpus if one.uuid not in chosen]
+    left.sort(key=lambda one: -needed.get(one.uuid, 0))
+    missing: list[GpuFacts] = []
+    for one in left:
+        fitting = [
+            device
+            for device in free.values()
+            if device.name == one.name and device.total_bytes >= one.total_bytes
+        ]
+        if not fitting:
+            missing.append(one)
+            continue
+        chosen[one.uuid] = fitting[0].uuid
+        del free[fitting[0].uuid]
+    required = [one for one in missing if not needed or one.uuid in needed]
+    _tell_missing(found, required, driver)
+    unknown = needed.keys() - {one.uuid for one in facts.gpus}
+    for uuid in sorted(unknown):
+        found.block(
+            "gpu-unknown",
+            f"the snapshot has memory of {uuid} and does not say what that was",
+            "capture it anew",
+        )
+    return chosen
+
+
+def _tell_missing(found: Obstacles, missing: Sequence[GpuFacts], driver: Driver) -> None:
+    if not missing:
+        return
+    models = collections.Counter(one.name for one in missing)
+    wanted = ", ".join(f"{count} of {name}" for name, count in sorted(models.items()))
+    here = collections.Counter(device.name for device in driver.devices)
+    there = ", ".join(f"{count} of {name}" for name, count in sorted(here.items())) or "none"
+    found.block(
+        "gpu-model",
+        f"it needs {wanted} more than there are here; this machine has {there}",
+        "restore it on a machine with the same GPUs, or give the agent's container more of them",
+    )
+
+
+def _check_room(
+    found: Obstacles, plan: GpuPlan, needed: Mapping[str, int], memory: GpuMemory
+) -> None:
+    for old, size_bytes in sorted(needed.items()):
+        uuid = plan.devices.get(old)
+        if uuid is None:
+            continue
+        try:
+            has_room = memory.has_room(uuid, size_bytes)
+        except AgentError as error:
+            found.block("gpu-memory", f"{uuid} cannot be used: {error}", error.next_step)
+            continue
+        if not has_room:
+            found.block(
+                "gpu-memory",
+                f"the snapshot has {format_bytes(size_bytes)} on {uuid}, which has less left",
+                "end what uses this GPU, or restore on another machine",
+            )
