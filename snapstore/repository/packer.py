@@ -65,19 +65,33 @@ class _OpenPack:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _SealedPack:
-    number: int
-    id: PackId
-    length: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _IndexPart:
     """The rows of one pack's index, kept to be merged with others."""
 
     packs: Rows
     frames: Rows
     chunks: Rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SealedPack:
+    """A pack that was stored, and its index.
+
+    Attributes:
+        number: Its number in the frame table.
+        id: Its name.
+        length: Bytes.
+        part: The rows of its index.
+        index: The name of that.
+        index_bytes: Length of that.
+    """
+
+    number: int
+    id: PackId
+    length: int
+    part: _IndexPart
+    index: Digest
+    index_bytes: int
 
 
 class Packer:
@@ -111,7 +125,10 @@ class Packer:
         self._pack_bytes = pack_bytes
         self._deleting = deleting
         self._damaged_indexes = damaged_indexes
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapstore-pack")
+        # One pack is filled meanwhile.
+        self._executor = ThreadPoolExecutor(
+            max(in_flight - 1, 1), thread_name_prefix="snapstore-pack"
+        )
         self._open: _OpenPack | None = None
         self._sealing: list[Future[_SealedPack]] = []
         self._parts: dict[Digest, _IndexPart] = {}
@@ -203,7 +220,7 @@ class Packer:
             self._open = None
 
     def _store(self, pack: _OpenPack) -> _SealedPack:
-        """Hash and store a full pack, then its index; runs on the packer's own thread."""
+        """Hash and store a full pack, then its index; on a thread of the packer's own."""
         try:
             body = pack.buffer[: pack.used]
             footer = pack_format.encode_footer(pack.frames.rows, pack.chunks.rows, offset=pack.used)
@@ -221,22 +238,15 @@ class Packer:
         finally:
             self._pool.release(pack.buffer)
         length = pack.used + len(footer)
-        self._write_index(pack, pack_id, length)
-        self.totals.packs += 1
-        self.totals.pack_bytes += length
-        return _SealedPack(pack.number, pack_id, length)
+        part = _index_part(pack, pack_id, length)
+        index, index_bytes = self._put_index(part)
+        return _SealedPack(pack.number, pack_id, length, part, index, index_bytes)
 
-    def _write_index(self, pack: _OpenPack, pack_id: PackId, length: int) -> None:
-        packs = np.zeros(1, index_format.PACK_DTYPE)
-        packs[0] = (pack_id.raw, length)
-        frames = np.zeros(len(pack.frames), index_format.FRAME_DTYPE)
-        for name in _SHARED_COLUMNS:
-            frames[name] = pack.frames.rows[name]
-        part = _IndexPart(packs, frames, _index_chunks(pack.frames.rows, pack.chunks.rows))
-        root = self._put_index(part)
-        self._merge_rows += len(part.chunks)
+    def _keep_part(self, sealed: _SealedPack) -> None:
+        """Keep the rows of an index to be merged with others, unless there are too many."""
+        self._merge_rows += len(sealed.part.chunks)
         if self._merge_rows <= _MERGE_CHUNKS_MAX:
-            self._parts[root] = part
+            self._parts[sealed.index] = sealed.part
         else:
             self._parts.clear()
 
@@ -251,18 +261,21 @@ class Packer:
         counts = [len(part.chunks) for part in parts]
         chunks["frame"] += np.repeat(frame_bases[:-1], counts).astype(np.uint32)
         packs = np.concatenate([part.packs for part in parts])
-        self._put_index(_IndexPart(packs, frames, chunks), list(self._parts))
+        _, index_bytes = self._put_index(_IndexPart(packs, frames, chunks), list(self._parts))
+        self.totals.index_bytes += index_bytes
 
-    def _put_index(self, part: _IndexPart, supersedes: Sequence[Digest] = ()) -> Digest:
-        """Store an index; where a damaged one has its name, one that says to contain that one."""
+    def _put_index(self, part: _IndexPart, supersedes: Sequence[Digest] = ()) -> tuple[Digest, int]:
+        """Store an index; where a damaged one has its name, one that says to contain that one.
+
+        Returns its name and its length.
+        """
         while True:
             built = index_format.build_index(
                 part.packs, part.frames, part.chunks, supersedes=supersedes
             )
             is_usable = built.root.hex not in self._damaged_indexes
             if is_usable and self._put(ObjectKind.INDEX, built.root, built.pieces):
-                self.totals.index_bytes += built.length
-                return built.root
+                return built.root, built.length
             supersedes = [*supersedes, built.root]
 
     def _put(self, kind: ObjectKind, name: Digest, pieces: Sequence[BytesLike]) -> bool:
@@ -278,6 +291,19 @@ class Packer:
         while self._sealing and (wait or self._sealing[0].done()):
             sealed = self._sealing.pop(0).result()
             self._frames.seal_pack(sealed.number, sealed.id, sealed.length)
+            self._keep_part(sealed)
+            self.totals.packs += 1
+            self.totals.pack_bytes += sealed.length
+            self.totals.index_bytes += sealed.index_bytes
+
+
+def _index_part(pack: _OpenPack, pack_id: PackId, length: int) -> _IndexPart:
+    packs = np.zeros(1, index_format.PACK_DTYPE)
+    packs[0] = (pack_id.raw, length)
+    frames = np.zeros(len(pack.frames), index_format.FRAME_DTYPE)
+    for name in _SHARED_COLUMNS:
+        frames[name] = pack.frames.rows[name]
+    return _IndexPart(packs, frames, _index_chunks(pack.frames.rows, pack.chunks.rows))
 
 
 def _hash_pack(body: npt.NDArray[np.uint8], footer: bytes) -> PackId:
