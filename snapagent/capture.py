@@ -36,7 +36,7 @@ from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_streamer import CaptureStreamer
 from snapagent.criu.page_receiver import PageReceiver, page_sockets
-from snapagent.errors import AgentError, ProtocolError
+from snapagent.errors import AgentError, PreflightFailed, ProtocolError
 from snapagent.gpu.checkpoint import (
     CheckpointedTree,
     cuda_processes,
@@ -46,6 +46,7 @@ from snapagent.gpu.checkpoint import (
 from snapagent.gpu.driver import load_driver
 from snapagent.gpu.facts import cuda_facts, cuda_placement
 from snapagent.linux import namespaces, processes
+from snapagent.linux.memfds import has_open
 from snapagent.linux.network_locks import (
     find_network_lock,
     network_lock_names,
@@ -251,6 +252,13 @@ def _checkpoint_cuda(pid: int, stack: contextlib.ExitStack) -> _CudaState | None
     found = cuda_processes(_tree(pid))
     if not found:
         return None
+    for one in found:
+        if has_open(one):
+            raise PreflightFailed(
+                f"process {one} has external memory mapped, which the CUDA driver would checkpoint "
+                "and could not restore",
+                next_step="let the workload call release, and wait for it",
+            )
     driver = load_driver()
     require_checkpoints(driver)
     inner = [number for one in found if (number := processes.inner_pid(one)) is not None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from snapagent.errors import AgentError, GpuUnavailable
 from snapagent.gpu.checkpoint import require_checkpoints
 from snapagent.gpu.facts import driver_build
+from snapstore.clock import SystemClock
 from snapstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from snapagent.preflight.obstacles import Obstacles
 
 __all__ = ["GpuPlan", "plan_gpus"]
+
+_FREED_S_MAX = 2.0
+_FREED_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,17 @@ def _tell_missing(found: Obstacles, missing: Sequence[GpuFacts], driver: Driver)
     )
 
 
+def _has_room_soon(memory: GpuMemory, uuid: str, size_bytes: int) -> bool:
+    """Tell whether there is room; memory of what has just ended may take a moment to go."""
+    clock = SystemClock()
+    deadline_s = clock.monotonic_s() + _FREED_S_MAX
+    while not memory.has_room(uuid, size_bytes):
+        if clock.monotonic_s() > deadline_s:
+            return False
+        clock.sleep_s(_FREED_POLL_S)
+    return True
+
+
 def _check_room(
     found: Obstacles, plan: GpuPlan, needed: Mapping[str, int], memory: GpuMemory
 ) -> None:
@@ -145,7 +160,7 @@ def _check_room(
         if uuid is None:
             continue
         try:
-            has_room = memory.has_room(uuid, size_bytes)
+            has_room = _has_room_soon(memory, uuid, size_bytes)
         except AgentError as error:
             found.block("gpu-memory", f"{uuid} cannot be used: {error}", error.next_step)
             continue

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import os
 import uuid
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -33,6 +34,8 @@ __all__ = ["DeviceBlock", "DeviceMemory"]
 
 _REGION_BYTES: Final = 256 << 20
 """Larger than on the host: a GPU is filled with few hundreds of them, each with a descriptor."""
+_MARKER_NAME: Final = "snapagent-memory"
+"""As files of host memory are called, which the agent looks for as well."""
 _ALIGNMENT: Final = 512
 """What CUDA's own allocators promise."""
 
@@ -78,7 +81,9 @@ class DeviceMemory(ExternalMemory):
             self._cuda = libcuda.load_libcuda(driver_path)
         self._contexts: dict[int, int] = {}
         """Primary contexts, which are kept from now on, by the number of the GPU."""
+        self._marker = -1
         self._connected()
+        self._mark(is_mapped=True)
 
     def allocate(
         self, size_bytes: int, *, device: int = 0, alignment: int = _ALIGNMENT
@@ -164,19 +169,40 @@ class DeviceMemory(ExternalMemory):
     @override
     def release(self) -> None:
         """Wait for the GPUs, unmap all memory and let go of the broker; see `ExternalMemory`."""
-        if not self._is_guest:
-            super().release()
+        with self._lock:
+            if not self._is_guest:
+                super().release()
+                self._mark(is_mapped=False)
 
     @override
     def resume(self, timeout_s: float | None = None) -> None:
         """Map all memory again where it was; see `ExternalMemory`."""
-        if not self._is_guest:
-            super().resume(timeout_s)
+        with self._lock:
+            if not self._is_guest:
+                super().resume(timeout_s)
+                self._mark(is_mapped=not self._is_closed)
+
+    def _mark(self, *, is_mapped: bool) -> None:
+        """Let the agent see whether memory is mapped: the driver would checkpoint it all the same.
+
+        It could not restore it: so the agent refuses a capture of whoever has such a file open.
+        """
+        if is_mapped and self._marker < 0:
+            self._marker = os.memfd_create(_MARKER_NAME)
+        elif not is_mapped and self._marker >= 0:
+            os.close(self._marker)
+            self._marker = -1
+
+    @override
+    def _become_guest(self) -> None:
+        super()._become_guest()
+        self._mark(is_mapped=False)
 
     @override
     def _close_regions(self, regions: Sequence[MemoryRegion]) -> None:
         if self._is_guest:
             return  # CUDA is not there in a child of fork.
+        self._mark(is_mapped=False)
         for ordinal in {region.ordinal for region in regions}:
             # If it is broken, nothing that was begun goes on.
             with contextlib.suppress(CudaCallError), self._current(ordinal):

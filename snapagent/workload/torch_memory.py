@@ -16,7 +16,7 @@ from snapagent.workload.device_memory import DeviceMemory
 from snapagent.workload.errors import ExternalMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["TorchPool", "torch_pool"]
 
@@ -67,7 +67,7 @@ class SegmentSource:
 
 
 class TorchPool:
-    """A memory pool of torch whose memory can be released and resumed around a capture.
+    """Memory pools of torch whose memory can be released and resumed around a capture.
 
     ::
 
@@ -81,11 +81,18 @@ class TorchPool:
     memory, which needs Python's, and another thread may hold the latter and want the former.
     """
 
-    def __init__(self, memory: DeviceMemory | None = None, **wishes: Any) -> None:  # noqa: ANN401 - of DeviceMemory
-        """Make a pool; torch has to be there, with CUDA.
+    def __init__(
+        self,
+        memory: DeviceMemory | None = None,
+        *,
+        devices: Sequence[int] | None = None,
+        **wishes: Any,  # noqa: ANN401 - of DeviceMemory
+    ) -> None:
+        """Make pools; torch has to be there, with CUDA.
 
         Args:
-            memory: Where its segments come from; by default one of its own.
+            memory: Where their segments come from; by default one of their own.
+            devices: The numbers of the GPUs; by default the current one. torch has a pool for each.
             wishes: Arguments of `DeviceMemory`, if there is none.
 
         Raises:
@@ -100,19 +107,25 @@ class TorchPool:
         make = torch._C._cuda_customAllocator  # noqa: SLF001 - has no other name
         self._allocator = make(*self._source.addresses)
         self._torch = torch
-        self.pool = torch.cuda.MemPool(self._allocator)
+        self._pools: dict[int, Any] = {}
+        for device in devices if devices is not None else [torch.cuda.current_device()]:
+            # A pool is of the device that is current when it is made.
+            with torch.cuda.device(device):
+                self._pools[device] = torch.cuda.MemPool(self._allocator)
         _kept.append(self)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[TorchPool]:
-        """Let this thread allocate in the pool.
+        """Let this thread allocate in the pools.
 
         Raises:
             ExternalMemoryError: Memory could not be had; torch's own error is its cause.
         """
         self._source.error = None
         try:
-            with self._torch.cuda.use_mem_pool(self.pool):
+            with contextlib.ExitStack() as stack:
+                for device, pool in self._pools.items():
+                    stack.enter_context(self._torch.cuda.use_mem_pool(pool, device))
                 yield self
         except self._torch.OutOfMemoryError as error:
             if isinstance(self._source.error, ExternalMemoryError):
@@ -120,16 +133,21 @@ class TorchPool:
             raise
 
     def release(self) -> None:
-        """Wait for the GPUs, and unmap all memory of the pool; see `DeviceMemory.release`."""
+        """Wait for the GPUs, and unmap all memory of the pools; see `DeviceMemory.release`."""
         self.memory.release()
 
     def resume(self, timeout_s: float | None = None) -> None:
-        """Map all memory of the pool again where it was; see `DeviceMemory.resume`."""
+        """Map all memory of the pools again where it was; see `DeviceMemory.resume`."""
         self.memory.resume(timeout_s)
 
 
 @contextlib.contextmanager
-def torch_pool(memory: DeviceMemory | None = None, **wishes: Any) -> Iterator[TorchPool]:  # noqa: ANN401 - of DeviceMemory
+def torch_pool(
+    memory: DeviceMemory | None = None,
+    *,
+    devices: Sequence[int] | None = None,
+    **wishes: Any,  # noqa: ANN401 - of DeviceMemory
+) -> Iterator[TorchPool]:
     """Let torch allocate in external memory within this context; see `TorchPool`.
 
     ::
@@ -137,6 +155,6 @@ def torch_pool(memory: DeviceMemory | None = None, **wishes: Any) -> Iterator[To
         with torch_pool() as pool:
             model = Model().cuda()
     """
-    pool = TorchPool(memory, **wishes)
+    pool = TorchPool(memory, devices=devices, **wishes)
     with pool.use():
         yield pool

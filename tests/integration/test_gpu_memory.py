@@ -121,7 +121,7 @@ def test_the_source_goes_on_and_the_copy_is_the_same(
     """Goal: memory of two GPUs is the same before and after, in the source and in what came back.
 
     Method: capture a living process; its source has its memory at once. Kill it, restore it in
-    fresh namespaces, and again from a capture of the first copy, which has changed and is stopped.
+    fresh namespaces, and again from a capture of the first copy, which has changed.
     """
     workload, broker = gpu_workload, gpu_broker
     before = workload.ask("digest")
@@ -145,7 +145,8 @@ def test_the_source_goes_on_and_the_copy_is_the_same(
     assert workload.ask("change") == "changed"
     changed = workload.ask("digest")
     assert workload.ask("release") == "released"
-    take(agent, broker, restored.root_pid, "test/gpu:v2", stop=True)
+    take(agent, broker, restored.root_pid, "test/gpu:v2")
+    workload.end()
 
     bring_back(agent, broker, "test/gpu:v2")
     assert workload.ask("resume") == "resumed"
@@ -157,8 +158,14 @@ def test_the_source_goes_on_and_the_copy_is_the_same(
 def test_what_is_not_released_is_not_captured(
     agent: Agent, gpu_broker: MemoryBroker, gpu_workload: ExternalWorkload
 ) -> None:
-    with pytest.raises(PreflightFailed, match="shared"):
+    with pytest.raises(PreflightFailed, match="mapped, which CRIU would copy"):
         take(agent, gpu_broker, gpu_workload.pid)
+    request = CaptureRequest(pid=gpu_workload.pid, name=NAME)
+    with (
+        snapstore.open_store(agent.url) as store,
+        pytest.raises(PreflightFailed, match="unix-outside"),
+    ):
+        capture(store, request, agent.config)
     assert len(gpu_workload.ask("digest")) == 64
 
 

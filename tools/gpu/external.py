@@ -1,0 +1,220 @@
+"""GPU memory of a transformer through a capture and a restore, measured, as JSON.
+
+    python -m tools.gpu.external --gib 20 --devices 1 > external.json
+
+Needs root, CRIU (`$SNAPAGENT_CRIU`), torch with CUDA. A capture with the source going on, another
+one that stops it, and a restore into a new process tree; outputs of CUDA graphs and of compiled
+code have to be the same bits each time, and so has every weight. The exit code says whether.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import snapstore
+from snapagent.capture import CaptureRequest, capture
+from snapagent.config import AgentConfig
+from snapagent.gpu.driver import load_driver
+from snapagent.gpu.facts import driver_build
+from snapagent.memory.broker import MemoryBroker
+from snapagent.restore import Restoration, RestoreRequest
+from snapagent.supervision import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_READY_S_MAX = 170
+_ANSWER_S_MAX = 170
+_VARIABLES = {
+    # Its pool of compiling processes would be captured as well.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    # CRIU cannot capture io_uring.
+    "UV_USE_IO_URING": "0",
+    "USE_LIBUV": "0",
+}
+
+
+class Run:
+    """One workload in all of its lives, and what was measured of it."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder = folder
+        self.options = options
+        self.control = folder / "control"
+        self.result: dict[str, object] = {"gib": options.gib, "devices": options.devices}
+        self.config = dataclasses.replace(
+            AgentConfig.from_environment(),
+            run_directory=folder / "run",
+            state_directory=folder / "state",
+        )
+        self.store_url = options.store or f"file://{folder}/store"
+
+    def ask(self, word: str) -> str:
+        """Ask the workload, in whatever life."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_ANSWER_S_MAX)
+            connection.connect(str(self.control))
+            connection.sendall(word.encode())
+            answer = b""
+            while piece := connection.recv(1 << 16):
+                answer += piece
+        text = answer.decode()
+        if not text or text.startswith("failed:"):
+            raise RuntimeError(f"{word}: {text or 'no answer'}")
+        return text
+
+    @contextlib.contextmanager
+    def workload(self, broker: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """Start it, and kill it in the end."""
+        sizes = [str(self.options.gib), str(self.options.devices)]
+        arguments = [str(self.control), str(broker), *sizes]
+        with (self.folder / "workload.txt").open("wb") as output:
+            process = subprocess.Popen(  # noqa: S603 - a module of ours
+                [sys.executable, "-m", "tools.gpu.transformer", *arguments],
+                env=os.environ | _VARIABLES,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            self._await_ready(process)
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def _await_ready(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + _READY_S_MAX
+        while not self._is_ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError((self.folder / "workload.txt").read_text()[-3000:])
+            time.sleep(0.02)
+
+    def _is_ready(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            return connection.connect_ex(str(self.control)) == 0
+
+    def take(self, broker: MemoryBroker, pid: int, *, stop: bool) -> dict[str, object]:
+        """Release and capture."""
+        released_s = float(self.ask("release"))
+        options = snapstore.StoreOptions(
+            memory_bytes=self.options.memory << 20, compression=snapstore.Compression.NONE
+        )
+        request = CaptureRequest(pid=pid, name="gpu/external:v1", broker=broker, stop=stop)
+        began = time.perf_counter()
+        with snapstore.open_store(self.store_url, options) as store:
+            done = capture(store, request, self.config)
+        seconds = time.perf_counter() - began
+        return {
+            "release_s": released_s,
+            "seconds": seconds,
+            "external_gb_s": done.external_bytes / seconds / 1e9,
+            **done.document(),
+        }
+
+    def bring_back(self, broker: MemoryBroker, began: float) -> dict[str, object]:
+        """Restore in fresh namespaces, and let it answer."""
+        request = RestoreRequest(
+            name="gpu/external:v1",
+            place=Place(network="fresh", pids="fresh"),
+            broker=broker,
+            eager=self.options.eager,
+        )
+        options = snapstore.StoreOptions(memory_bytes=self.options.memory << 20)
+        with (
+            snapstore.open_store(self.store_url, options) as store,
+            Restoration(store, request, self.config) as restoration,
+        ):
+            restoration.start()
+            started_s = time.perf_counter() - began
+            resumed_s = float(self.ask("resume"))
+            outputs = self.ask("outputs")
+            answered_s = time.perf_counter() - began
+            restoration.wait_filled()
+            done = restoration.release()
+        return {
+            "outputs": json.loads(outputs),
+            "started_s": started_s,
+            "resume_s": resumed_s,
+            "answered_s": answered_s,
+            "external_gb_s": done.external_bytes / answered_s / 1e9,
+            **done.document(),
+        }
+
+    def run(self) -> bool:
+        """Do all of it; tells whether everything was the same."""
+        result = self.result
+        if not self.options.store:
+            snapstore.init_store(self.store_url)
+        driver = load_driver()
+        result["gpus"] = [device._asdict() for device in driver.devices]
+        result["driver"] = driver_build()
+        with (
+            MemoryBroker(self.folder / "memory.sock") as broker,
+            self.workload(self.folder / "memory.sock") as process,
+        ):
+            result["workload"] = json.loads(self.ask("facts"))
+            before, weights = json.loads(self.ask("outputs")), self.ask("weights")
+            result["outputs"] = before
+            result["capture"] = self.take(broker, process.pid, stop=False)
+            result["source_resume_s"] = float(self.ask("resume"))
+            source_same = json.loads(self.ask("outputs")) == before
+            result["source_outputs_same"] = source_same
+            result["capture_again_and_stop"] = self.take(broker, process.pid, stop=True)
+            process.wait()
+            self.control.unlink()
+            began = time.perf_counter()
+            restored = self.bring_back(broker, began)
+            result["restore"] = restored
+            result["restored_outputs_same"] = restored["outputs"] == before
+            result["restored_weights_same"] = self.ask("weights") == weights
+            same = [source_same, result["restored_outputs_same"], result["restored_weights_same"]]
+            self._kill(restored)
+        result["ok"] = all(same)
+        return all(same)
+
+    def _kill(self, restored: dict[str, object]) -> None:
+        root = restored["root_pid"]
+        assert isinstance(root, int), "of the restored tree"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(root, 9)
+
+
+def main() -> int:
+    """Run it, and print the result, also of what failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the weights")
+    parser.add_argument("--devices", type=int, default=1, help="GPUs to spread them over")
+    parser.add_argument("--store", help="URL of a store; by default a folder in /dev/shm")
+    parser.add_argument("--memory", type=int, default=4096, help="MiB for the store")
+    parser.add_argument("--eager", action="store_true", help="fill before the processes run")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="external-", dir="/dev/shm") as folder:
+        run = Run(Path(folder), options)
+        try:
+            ok = run.run()
+        except Exception as error:  # noqa: BLE001 - is the result
+            ok = False
+            notes = getattr(error, "__notes__", [])
+            run.result |= {"error": f"{type(error).__name__}: {error}", "notes": notes}
+            output = Path(folder) / "workload.txt"
+            if output.exists():
+                run.result["workload_output"] = output.read_text(errors="replace")[-3000:]
+        print(json.dumps(run.result, indent=1, default=str))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
