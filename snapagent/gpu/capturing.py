@@ -1,8 +1,8 @@
 """Memory of one GPU into a snapshot: hashed there, so that only what the store lacks comes over.
 
 The workload has released the memory, so nothing changes it meanwhile. What it hashes to on the GPU
-is believed where the store has such chunks; what comes over is hashed again on the way into the
-store (`FileWriter.write_hashed`).
+is believed where the store has such chunks; of what comes over, one chunk in each window is hashed
+again on the way into the store, or all if that is asked for (`FileWriter.write_hashed`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snapagent.gpu.arena import PinnedArena, Slot
-    from snapagent.gpu.driver import Gpu
+    from snapagent.gpu.driver import Gpu, Lane
     from snapagent.gpu.hashing import PieceHasher
     from snapstore import FileWriter
 
@@ -54,24 +54,31 @@ class CaptureReport:
 class GpuCapture:
     """Stores memory of one GPU. Thread-safe; a context manager."""
 
-    def __init__(self, gpu: Gpu, arena: PinnedArena, hasher: PieceHasher | None) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        arena: PinnedArena,
+        hasher: PieceHasher | None,
+        *,
+        check_all: bool = False,
+    ) -> None:
         """Prepare.
 
         Args:
             gpu: Which; all three stay open for as long as this is used.
             arena: Slots near it, for what comes over.
             hasher: Hashes on it; without one all bytes come over.
+            check_all: See `FileWriter.write_hashed`.
         """
+        self._check_all = check_all
         self._gpu = gpu
         self._arena = arena
         self._hasher = hasher
         self._clock = SystemClock()
-        self._streams: queue.LifoQueue[int] = queue.LifoQueue()
+        self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
         self._stack = contextlib.ExitStack()
         for _ in range(max(1, arena.slots // _SLOTS)):
-            stream = gpu.stream_create()
-            self._stack.callback(gpu.stream_destroy, stream)
-            self._streams.put(stream)
+            self._lanes.put(self._stack.enter_context(gpu.lane(_SLOTS)))
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +115,8 @@ class GpuCapture:
         else:
             chunks = _hashed(self._hasher, address, length)
             report.hash_s = self._clock.monotonic_s() - begin
-            report.copied_bytes = file.write_hashed(chunks, load).loaded_bytes
+            totals = file.write_hashed(chunks, load, check_all=self._check_all)
+            report.copied_bytes = totals.loaded_bytes
         report.seconds = self._clock.monotonic_s() - begin
         return report
 
@@ -124,33 +132,33 @@ class GpuCapture:
 
     def _copy_out(self, device: int, length: int, into: memoryview) -> None:
         """Copy device memory to memory that is not page-locked: one part while the next comes."""
-        stream = self._streams.get()
+        lane = self._lanes.get()
         try:
             with self._arena.borrow(_SLOTS) as slots:
+                lane.bind()
                 try:
-                    self._copy_by_slots(device, length, into, stream, slots)
+                    _copy_by_slots(lane, device, length, into, slots)
                 finally:
-                    self._gpu.stream_synchronize(stream)
+                    lane.finish()
         finally:
-            self._streams.put(stream)
+            self._lanes.put(lane)
 
-    def _copy_by_slots(
-        self, device: int, length: int, into: memoryview, stream: int, slots: list[Slot]
-    ) -> None:
-        target = np.frombuffer(into, np.uint8)
-        part = min(SLOT_BYTES, max(length // _SLOTS, 1))
-        under_way: tuple[int, int, Slot] | None = None
-        for number, begin in enumerate(range(0, length, part)):
-            slot, count = slots[number % _SLOTS], min(part, length - begin)
-            if under_way is not None:
-                self._gpu.stream_synchronize(stream)
-            self._gpu.copy_out(slot.address, device + begin, count, stream)
-            if under_way is not None:
-                _take(target, *under_way)
-            under_way = (begin, count, slot)
-        self._gpu.stream_synchronize(stream)
-        if under_way is not None:
-            _take(target, *under_way)
+
+def _copy_by_slots(
+    lane: Lane, device: int, length: int, into: memoryview, slots: list[Slot]
+) -> None:
+    target = np.frombuffer(into, np.uint8)
+    part = min(SLOT_BYTES, max(length // _SLOTS, 1))
+    begins = range(0, length, part)
+    for number in range(len(begins) + 1):
+        if number < len(begins):
+            begin = begins[number]
+            count = min(part, length - begin)
+            lane.copy_out(number % _SLOTS, slots[number % _SLOTS].address, device + begin, count)
+        if number:
+            begin, before = begins[number - 1], (number - 1) % _SLOTS
+            lane.wait(before)
+            _take(target, begin, min(part, length - begin), slots[before])
 
 
 def _take(target: np.ndarray, begin: int, count: int, slot: Slot) -> None:

@@ -472,7 +472,7 @@ class Gpu:
         self.call("cuLaunchKernel", function, *grid, *block, shared_bytes, stream, pointers, None)
 
     def lane(self, places: int, *, blocking: bool = False) -> Lane:
-        """Make a stream for the calling thread alone, which uses no other GPU while it has it.
+        """Make a stream for one thread at a time; that takes milliseconds, so keep it.
 
         Args:
             places: How many copies can be told apart.
@@ -493,14 +493,15 @@ class Lane:
     """A stream of one thread, whose calls cost as little as they can; `Gpu.lane` makes it.
 
     A thread that copies ten thousand pieces a second has no time to set the context for each, nor
-    to hand the interpreter over in calls that do not wait. A context manager: leaving it waits for
-    all copies.
+    to hand the interpreter over in calls that do not wait. Used by one thread at a time, which
+    calls `bind` first, and uses no other GPU meanwhile. A context manager; `close` waits for all.
     """
 
     def __init__(self, gpu: Gpu, places: int, *, blocking: bool) -> None:
         self._gpu = gpu
         library = gpu.driver.library
         self._copy_in = library.quick("cuMemcpyHtoDAsync_v2")
+        self._copy_out = library.quick("cuMemcpyDtoHAsync_v2")
         self._fill = library.quick("cuMemsetD8Async")
         self._record = library.quick("cuEventRecord")
         self._query = library.quick("cuEventQuery")
@@ -518,11 +519,28 @@ class Lane:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the stream back. Idempotent."""
         self._stack.close()
+
+    def bind(self) -> None:
+        """Make the calling thread the one that uses it."""
+        self._gpu.stream_is_done(self._stream)
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        self._gpu.stream_synchronize(self._stream)
 
     def copy_in(self, place: int, to: int, host: int, length: int) -> None:
         """Begin to copy from page-locked memory, which stays as it is until `wait` returns."""
         self._check("cuMemcpyHtoDAsync_v2", self._copy_in(to, host, length, self._stream))
+        self._check("cuEventRecord", self._record(self._events[place], self._stream))
+
+    def copy_out(self, place: int, host: int, device: int, length: int) -> None:
+        """Begin to copy to page-locked memory, which is there when `wait` has returned."""
+        self._check("cuMemcpyDtoHAsync_v2", self._copy_out(host, device, length, self._stream))
         self._check("cuEventRecord", self._record(self._events[place], self._stream))
 
     def fill(self, place: int, to: int, value: int, length: int) -> None:

@@ -39,6 +39,7 @@ class GpuSettings:
         registered_bytes: How much of a node cache may be page-locked, for all GPUs together.
         kernels: Where compiled kernels are kept.
         code: Kernels that are compiled already; by default NVRTC compiles them.
+        check_all: Whether all that is captured is hashed again by the processor.
         blocking: Threads that wait for a GPU sleep, where they would spin otherwise.
     """
 
@@ -47,6 +48,7 @@ class GpuSettings:
     registered_bytes: int = 0
     kernels: Path = Path("/var/lib/snapagent/kernels")
     code: bytes | None = None
+    check_all: bool = False
     blocking: bool = False
 
     def workers_for(self, gpus: int) -> int:
@@ -85,14 +87,18 @@ class GpuEngine:
             self.hasher = self._load_hasher(settings)
             if self.hasher is not None:
                 stack.enter_context(self.hasher)
-            self.stream = GpuStream(
-                self.gpu,
-                arena,
-                self.hasher,
-                workers=settings.workers_for(count),
-                blocking=settings.blocking,
+            self.stream = stack.enter_context(
+                GpuStream(
+                    self.gpu,
+                    arena,
+                    self.hasher,
+                    workers=settings.workers_for(count),
+                    blocking=settings.blocking,
+                )
             )
-            self.capture = stack.enter_context(GpuCapture(self.gpu, arena, self.hasher))
+            self.capture = stack.enter_context(
+                GpuCapture(self.gpu, arena, self.hasher, check_all=settings.check_all)
+            )
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:

@@ -12,11 +12,13 @@ in the plan: beside reading, hashing and copying, which let others run, a piece 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import os
+import queue
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
 from xxhash import xxh3_128_digest
 
@@ -28,7 +30,7 @@ from snapstore.errors import DigestMismatch, FormatError, IntegrityError
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from snapagent.gpu.arena import PinnedArena, Slot
     from snapagent.gpu.driver import Gpu, Lane
@@ -146,7 +148,10 @@ class _Batch(NamedTuple):
 
 
 class GpuStream:
-    """Fills memory of one GPU. Thread-safe; several fills share the slots of the arena."""
+    """Fills memory of one GPU. Thread-safe; several fills share the slots of the arena.
+
+    A context manager.
+    """
 
     def __init__(
         self,
@@ -170,7 +175,36 @@ class GpuStream:
         self.arena = arena
         self.hasher = hasher
         self.workers = max(1, min(workers, arena.slots // _SLOTS_PER_WORKER))
-        self.blocking = blocking
+        # Making one takes the driver ten milliseconds, in which no other can be made.
+        self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
+        self._stack = contextlib.ExitStack()
+        for _ in range(self.workers):
+            lane = self._stack.enter_context(gpu.lane(_SLOTS_PER_WORKER, blocking=blocking))
+            self._lanes.put(lane)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the streams back; nobody fills any more. Idempotent."""
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def lane(self) -> Iterator[Lane]:
+        """Lend a stream to the calling thread, which waits until there is one."""
+        lane = self._lanes.get()
+        try:
+            lane.bind()
+            try:
+                yield lane
+            finally:
+                # Whatever happened, nothing may still be copied when others get what was used.
+                lane.finish()
+        finally:
+            self._lanes.put(lane)
 
     def fill(
         self,
@@ -353,8 +387,7 @@ def _work(run: _Run) -> None:
     with (
         near_gpu(stream.gpu),
         stream.arena.borrow(_SLOTS_PER_WORKER) as slots,
-        # Whatever happens, it waits for all copies before the slots go back.
-        stream.gpu.lane(len(slots), blocking=stream.blocking) as lane,
+        stream.lane() as lane,
     ):
         worker = _Worker(run, lane, slots)
         try:

@@ -8,6 +8,7 @@ on parts of windows, which are cut as whole windows would be (`chunking/parts.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Self
@@ -30,9 +31,10 @@ from snapstore.repository.windows import WINDOW_BYTES, Window
 from snapstore.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from snapstore.chunking.base import Before
+    from snapstore.repository.hashed_chunks import HashedWindow
     from snapstore.repository.ingest import IngestJob
     from snapstore.repository.window_feed import WindowFeed
     from snapstore.repository.windows import ByteArray
@@ -205,7 +207,11 @@ class FileWriter:
             view = view[count:]
 
     def write_hashed(
-        self, chunks: HashedChunks, load: Callable[[int, int, memoryview], None]
+        self,
+        chunks: HashedChunks,
+        load: Callable[[int, int, memoryview], None],
+        *,
+        check_all: bool = True,
     ) -> HashedTotals:
         """Append chunks that were hashed where they are; loads only those that the store lacks.
 
@@ -218,6 +224,9 @@ class FileWriter:
             chunks: What follows in the file.
             load: Called with an offset in the file, a length and a buffer of that length, which it
                 fills; on several threads at once.
+            check_all: Without it one chunk of each 12 MiB is hashed again, which finds out whoever
+                hashes wrongly, and not who has one chunk wrong: a reader with strong integrity
+                refuses that one, in this snapshot and in all that share it.
 
         Raises:
             UsageError: They cannot be chunks, the file is closed, or bytes of it came otherwise.
@@ -234,17 +243,20 @@ class FileWriter:
         self._is_hashed = True
         if self._stream is None:
             self._stream = self._landing.begin()
-        return self._write_hashed(self._stream, chunks, load)
+        return self._write_hashed(self._stream, chunks, load, check_all=check_all)
 
     def _write_hashed(
         self,
         stream: IngestStream,
         chunks: HashedChunks,
         load: Callable[[int, int, memoryview], None],
+        *,
+        check_all: bool,
     ) -> HashedTotals:
         loading: list[IngestJob] = []
         try:
-            totals = self._submit_hashed(stream, chunks, load, loading)
+            divide = functools.partial(divide_hashed, load=load, check_all=check_all)
+            totals = self._submit_hashed(stream, chunks, divide, loading)
         finally:
             # Whatever went wrong, nothing may be loaded any more when this returns.
             wait([job.analysis for job in loading])
@@ -256,7 +268,7 @@ class FileWriter:
         self,
         stream: IngestStream,
         chunks: HashedChunks,
-        load: Callable[[int, int, memoryview], None],
+        divide: Callable[..., Iterator[HashedWindow]],
         loading: list[IngestJob],
     ) -> HashedTotals:
         totals = HashedTotals()
@@ -264,7 +276,7 @@ class FileWriter:
         for begin in range(0, len(chunks.lengths), ASKED_ROWS):
             rows = slice(begin, begin + ASKED_ROWS)
             some = HashedChunks(chunks.lengths[rows], chunks.ids[rows], chunks.zeros[rows])
-            for hashed in divide_hashed(some, feed.ask(some), load, self._offset):
+            for hashed in divide(some, feed.ask(some), base=self._offset):
                 buffer = feed.acquire() if hashed.spans else np.empty(0, np.uint8)
                 window = Window(hashed.length, None, hashed=hashed)
                 job = feed.submit(stream, window, buffer, final=False)

@@ -89,6 +89,7 @@ class HashedWindow:
         answer: Of the chunks.
         spans: Which bytes have to be loaded, `(begin, end)` relative to the window.
         load: Fills a buffer with the window's bytes from an offset on.
+        check_all: Whether all that is loaded is hashed again, or one chunk of it.
     """
 
     length: int
@@ -97,6 +98,7 @@ class HashedWindow:
     answer: Answer
     spans: list[tuple[int, int]]
     load: Callable[[int, memoryview], None]
+    check_all: bool
 
     def fill(self, buffer: ByteArray) -> None:
         """Load what is needed, and see that it is what was hashed.
@@ -108,7 +110,8 @@ class HashedWindow:
             self.load(begin, buffer[begin:end].data)
         chunk = ~self.cut.zero
         starts, ends = self.cut.starts[chunk], self.cut.ends[chunk]
-        for row in np.flatnonzero(self.answer.needed).tolist():
+        rows = np.flatnonzero(self.answer.needed).tolist()
+        for row in rows if self.check_all else rows[:1]:
             data = buffer[int(starts[row]) : int(ends[row])].data
             found, wanted = blake3(data).digest(), bytes(self.ids[row])
             if found != wanted:
@@ -140,7 +143,12 @@ def check_hashed(chunks: HashedChunks) -> None:
 
 
 def divide_hashed(
-    chunks: HashedChunks, answer: Answer, load: Callable[[int, int, memoryview], None], base: int
+    chunks: HashedChunks,
+    answer: Answer,
+    load: Callable[[int, int, memoryview], None],
+    base: int,
+    *,
+    check_all: bool,
 ) -> Iterator[HashedWindow]:
     """Divide chunks into windows, of which those that have to be loaded fit a buffer.
 
@@ -149,6 +157,7 @@ def divide_hashed(
         answer: What the store says of them.
         load: Gets an offset in the file, a length and a buffer of that length.
         base: Where in the file the first chunk begins.
+        check_all: See `HashedWindow`.
     """
     needed = np.zeros(len(chunks.lengths), np.bool_)
     needed[~chunks.zeros] = answer.needed
@@ -166,6 +175,7 @@ def divide_hashed(
             answer=answer.part(data),
             spans=_spans(ends - lengths, ends, needed[some]),
             load=_at(load, offset),
+            check_all=check_all,
         )
         offset += window.length
         yield window

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from snapstore.compression import EncodedFrame, encode_frame
 from snapstore.errors import OutOfSpace
 from snapstore.format import pack as pack_format
 from snapstore.format.tables import U64, Rows, id_words
+from snapstore.options import Compression
 from snapstore.repository.catalog import MISSING, Catalog
 from snapstore.repository.frame_plan import FramePlan, plan_frames
 from snapstore.repository.hashed_chunks import Answer
@@ -39,7 +41,6 @@ from snapstore.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from snapstore.options import Compression
     from snapstore.repository.buffers import BufferPool
     from snapstore.repository.frames import FrameTable, Numbers
     from snapstore.repository.hashed_chunks import HashedChunks, HashedWindow
@@ -278,7 +279,10 @@ class Ingest:
         fresh = np.flatnonzero(new & (first == np.arange(len(first))))
         # Only of what is new: for known chunks nobody asks.
         pitch_bytes = job.stream.cutter.texture_pitch_bytes
-        found = textures(job.data, starts[fresh], ends[fresh], pitch_bytes=pitch_bytes)
+        if self._compression is Compression.NONE:
+            found = np.zeros(len(fresh), np.uint8)
+        else:
+            found = textures(job.data, starts[fresh], ends[fresh], pitch_bytes=pitch_bytes)
         plans = plan_frames(fresh, starts, ends, found)
         self._number_frames(plans, frames, offsets, lengths, job)
         self._catalog.add(
@@ -363,19 +367,36 @@ class Ingest:
         assert hashing is not None, "hashed before retired"
         ids = hashing.result()
         lengths = (cut.ends - cut.starts)[~cut.zero]
+        copies: list[Future[None]] = []
         for number, plan, encoding in job.encoding:
             frame, checksum = encoding.result()
             chunks = np.zeros(len(plan.rows), pack_format.CHUNK_DTYPE)
             chunks["id"], chunks["length"] = ids[plan.rows], lengths[plan.rows]
-            self._packer.append(number, frame, plan.length, checksum, chunks)
+            copying = self._packer.append(number, frame, plan.length, checksum, chunks)
+            if copying is not None:
+                copies.append(copying)
         zero_bytes = int((cut.ends - cut.starts)[cut.zero].sum())
         self.totals.zero_bytes += zero_bytes
         self.totals.logical_bytes += int(lengths.sum()) + zero_bytes
         if len(job.buffer):
-            self._buffers.release(job.buffer)
+            _when_done(copies, functools.partial(self._buffers.release, job.buffer))
         self._progress(job.window.length)
         if job.final and job.stream.finish is not None:
             job.stream.finish()
+
+
+def _when_done(copies: list[Future[None]], then: Callable[[], None]) -> None:
+    """Call something once all of these are done, on whichever thread that is then."""
+    left = iter(copies)
+
+    def go_on(_: Future[None] | None = None) -> None:
+        following = next(left, None)
+        if following is None:
+            then()
+        else:
+            following.add_done_callback(go_on)
+
+    go_on()
 
 
 def _analyse(cutter: Cutter, window: Window, data: ByteArray) -> Analysis:

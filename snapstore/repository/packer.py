@@ -38,6 +38,9 @@ __all__ = ["Packer", "PackerTotals"]
 _MERGE_CHUNKS_MAX = 4 * MIB
 """Above this many chunks a push leaves merging its indexes to maintenance: 200 MB of tables."""
 
+_COPIED_ELSEWHERE_BYTES_MIN = 2 * MIB
+"""Copying less takes the thread that decides about windows no longer than handing it over."""
+
 _SHARED_COLUMNS = ("offset", "stored_length", "plain_length", "codec", "checksum")
 """Columns of a frame that a footer and an index both have."""
 
@@ -62,6 +65,8 @@ class _OpenPack:
     frames: GrowingRows
     chunks: GrowingRows
     numbers: list[int]
+    copying: list[Future[None]] = dataclasses.field(default_factory=list)
+    """Frames on their way into the buffer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +111,7 @@ class Packer:
         in_flight: int,
         deleting: Callable[[str], bool],
         damaged_indexes: Collection[str] = (),
+        copiers: ThreadPoolExecutor | None = None,
     ) -> None:
         """Prepare to write.
 
@@ -116,7 +122,9 @@ class Packer:
             in_flight: Packs that may be held in memory at once.
             deleting: Whether a pack of this name is being removed, so that it must not be used.
             damaged_indexes: Names of indexes that cannot be read.
+            copiers: Copy long frames; they outlive this.
         """
+        self._copiers = copiers
         self._backend = backend
         self._frames = frames
         self._pool = BufferPool(
@@ -137,8 +145,11 @@ class Packer:
 
     def append(
         self, number: int, frame: EncodedFrame, plain_length: int, checksum: bytes, chunks: Rows
-    ) -> None:
+    ) -> Future[None] | None:
         """Put a frame into the current pack; its bytes are copied.
+
+        A long frame is copied by another thread: then its bytes must stay as they are until what
+        is returned is done.
 
         Args:
             number: The frame's reserved number in the frame table.
@@ -150,14 +161,14 @@ class Packer:
         self._reap(wait=False)
         pack = self._room_for(frame.length, len(chunks))
         offset = pack.used
-        end = offset
-        for piece in frame.pieces:
-            data = np.frombuffer(piece, np.uint8)
-            np.copyto(pack.buffer[end : end + len(data)], data)
-            end += len(data)
-        assert end - offset == frame.length, (end, offset)
-        pack.used = align_up(end, limits.ALIGNMENT_FRAME_BYTES)
-        pack.buffer[end : pack.used] = 0
+        pack.used = align_up(offset + frame.length, limits.ALIGNMENT_FRAME_BYTES)
+        room = pack.buffer[offset : pack.used]
+        copying = None
+        if frame.length >= _COPIED_ELSEWHERE_BYTES_MIN and self._copiers is not None:
+            copying = self._copiers.submit(_copy_frame, frame, room)
+            pack.copying.append(copying)
+        else:
+            _copy_frame(frame, room)
         row = np.zeros(1, pack_format.FRAME_DTYPE)
         row["offset"], row["stored_length"], row["plain_length"] = (
             offset,
@@ -178,6 +189,7 @@ class Packer:
         self.totals.coded_bytes[codec] = self.totals.coded_bytes.get(codec, 0) + frame.length
         self.totals.frames += 1
         self.totals.chunks += len(chunks)
+        return copying
 
     def finish(self) -> None:
         """Store what is open, wait for all, and merge the indexes written here into one."""
@@ -222,6 +234,8 @@ class Packer:
     def _store(self, pack: _OpenPack) -> _SealedPack:
         """Hash and store a full pack, then its index; on a thread of the packer's own."""
         try:
+            for copying in pack.copying:
+                copying.result()
             body = pack.buffer[: pack.used]
             footer = pack_format.encode_footer(pack.frames.rows, pack.chunks.rows, offset=pack.used)
             pack_id = _hash_pack(body, footer)
@@ -304,6 +318,17 @@ def _index_part(pack: _OpenPack, pack_id: PackId, length: int) -> _IndexPart:
     for name in _SHARED_COLUMNS:
         frames[name] = pack.frames.rows[name]
     return _IndexPart(packs, frames, _index_chunks(pack.frames.rows, pack.chunks.rows))
+
+
+def _copy_frame(frame: EncodedFrame, room: npt.NDArray[np.uint8]) -> None:
+    """Copy a frame to where it belongs in a pack, with zeros up to the next one."""
+    end = 0
+    for piece in frame.pieces:
+        data = np.frombuffer(piece, np.uint8)
+        np.copyto(room[end : end + len(data)], data)
+        end += len(data)
+    assert end == frame.length, (end, frame.length)
+    room[end:] = 0
 
 
 def _hash_pack(body: npt.NDArray[np.uint8], footer: bytes) -> PackId:

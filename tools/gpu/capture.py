@@ -54,7 +54,9 @@ def main() -> None:
             address = stack.enter_context(device_buffer(gpu, size))
             write_noise(gpu, address, size)
             found["raw"] = [raw(gpu, arena, address, size, folder, options.workers)]
-            capture = stack.enter_context(GpuCapture(gpu, arena, hasher))
+            capture = stack.enter_context(
+                GpuCapture(gpu, arena, hasher, check_all=options.check_all)
+            )
             store_options = StoreOptions(
                 compression=Compression(options.compression),
                 memory_bytes=int(options.memory * GIB),
@@ -83,6 +85,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=8, help="budget of the store, GiB")
     parser.add_argument("--compression", default="none", choices=["none", "auto", "fast"])
     parser.add_argument("--directory", default="/dev/shm")  # noqa: S108 - the point of it
+    parser.add_argument("--check-all", action="store_true", help="hash again what is copied")
     parser.add_argument("--code", type=Path, help="kernels that are compiled already")
     return parser.parse_args()
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from snapagent.gpu.arena import PinnedArena
-from snapagent.gpu.driver import Gpu, load_driver
+from snapagent.gpu.driver import Gpu, Lane, load_driver
 from snapagent.gpu.hashing import device_buffer
 from snapstore.clock import SystemClock
 from tools.gpu.report import write_report
@@ -147,6 +147,16 @@ def child(number: int, folder: Path) -> None:
 
 def run(gpu: Gpu, arena: PinnedArena, address: int, fd: int, order: dict[str, int]) -> float:
     """Read for a while with some threads; returns GB/s."""
+    count = order["threads"]
+    with contextlib.ExitStack() as stack:
+        lanes = [stack.enter_context(gpu.lane(SLOTS)) for _ in range(count)]
+        return run_on(lanes, arena, address, fd, order)
+
+
+def run_on(
+    lanes: list[Lane], arena: PinnedArena, address: int, fd: int, order: dict[str, int]
+) -> float:
+    """Do it with these streams, one for each thread."""
     size, count = order["bytes"], order["threads"]
     stripe = os.fstat(fd).st_size // (count * order["parts"])
     done = [0] * count
@@ -155,7 +165,9 @@ def run(gpu: Gpu, arena: PinnedArena, address: int, fd: int, order: dict[str, in
 
     def work(thread: int) -> None:
         base = (order["part"] * count + thread) * stripe
-        with arena.borrow(SLOTS) as slots, gpu.lane(SLOTS) as lane:
+        lane = lanes[thread]
+        with arena.borrow(SLOTS) as slots:
+            lane.bind()
             views = [slot.view[:size] for slot in slots]
             at, number = 0, 0
             while clock.monotonic_s() - begin < SECONDS:
@@ -167,6 +179,7 @@ def run(gpu: Gpu, arena: PinnedArena, address: int, fd: int, order: dict[str, in
                     lane.copy_in(place, address, slots[place].address, size)
                 at = (at + size) % (stripe - size)
                 number += 1
+            lane.finish()
             done[thread] = number * size
 
     threads = [threading.Thread(target=work, args=(thread,)) for thread in range(count)]

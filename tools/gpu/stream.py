@@ -263,20 +263,20 @@ def fill(
     source: Direct | None = None,
 ) -> dict[str, object]:
     """Fill one GPU once."""
-    stream = GpuStream(
+    file = setup.fast if integrity is Integrity.FAST else setup.strong
+    with GpuStream(
         setup.gpu,
         setup.arena,
         setup.hasher if on_gpu else None,
         workers=workers or options.workers,
         blocking=options.blocking,
-    )
-    file = setup.fast if integrity is Integrity.FAST else setup.strong
-    report = stream.fill(
-        [StreamTarget(setup.gpu.device.ordinal, file, setup.address, source)],
-        stop=threading.Event(),
-        target_done=lambda _: None,
-        progress=lambda _: None,
-    )
+    ) as stream:
+        report = stream.fill(
+            [StreamTarget(setup.gpu.device.ordinal, file, setup.address, source)],
+            stop=threading.Event(),
+            target_done=lambda _: None,
+            progress=lambda _: None,
+        )
     return {
         "gb_per_s": round(report.bytes / report.seconds / 1e9, 2),
         "bottleneck": report.bottleneck,

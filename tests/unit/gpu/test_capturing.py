@@ -35,6 +35,11 @@ class Bench(NamedTuple):
     gpu: Gpu
     arena: PinnedArena
     hasher: PieceHasher
+    stack: contextlib.ExitStack
+
+    def keep(self, stream: GpuStream) -> GpuStream:
+        """Close it with the rest."""
+        return self.stack.enter_context(stream)
 
 
 @pytest.fixture
@@ -47,8 +52,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         driver.open(0) as gpu,
         PinnedArena(gpu, slots=6) as arena,
         PieceHasher(gpu, emulated_kernels()) as hasher,
+        contextlib.ExitStack() as stack,
     ):
-        yield Bench(driver, gpu, arena, hasher)
+        yield Bench(driver, gpu, arena, hasher, stack)
 
 
 @pytest.fixture(params=[Compression.NONE, Compression.AUTO])
@@ -118,7 +124,7 @@ def test_without_kernels_it_is_the_same(bench: Bench, store: Store) -> None:
 def test_there_and_back(bench: Bench, store: Store) -> None:
     data = content()
     capture(bench, store, "a", data)
-    stream = GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3)
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3))
     file = store.snapshot("a").open("0-1.mem")
     with device_buffer(bench.gpu, len(data)) as address:
         targets = [StreamTarget(0, file, address)]

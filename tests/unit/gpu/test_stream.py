@@ -81,6 +81,11 @@ class Bench(NamedTuple):
     gpu: Gpu
     arena: PinnedArena
     hasher: PieceHasher
+    stack: contextlib.ExitStack
+
+    def keep(self, stream: GpuStream) -> GpuStream:
+        """Close it with the rest."""
+        return self.stack.enter_context(stream)
 
 
 @pytest.fixture
@@ -94,8 +99,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         driver.open(0) as gpu,
         PinnedArena(gpu, slots=6) as arena,
         PieceHasher(gpu, emulated_kernels()) as hasher,
+        contextlib.ExitStack() as stack,
     ):
-        yield Bench(driver, gpu, arena, hasher)
+        yield Bench(driver, gpu, arena, hasher, stack)
 
 
 @contextlib.contextmanager
@@ -138,7 +144,9 @@ def read_back(gpu: Gpu, address: int, length: int) -> bytes:
 def test_it_is_all_there(shelf: Shelf, bench: Bench, integrity: Integrity, *, on_gpu: bool) -> None:
     """Goal: every byte of every file, zeros too, whoever checks it; nothing is staged pageably."""
     files = shelf.files(integrity)
-    stream = GpuStream(bench.gpu, bench.arena, bench.hasher if on_gpu else None, workers=3)
+    stream = bench.keep(
+        GpuStream(bench.gpu, bench.arena, bench.hasher if on_gpu else None, workers=3)
+    )
     with memories(bench.gpu, files) as addresses:
         report, done = fill(stream, files, addresses)
         for file, address, data in zip(files, addresses, contents().values(), strict=True):
@@ -169,7 +177,7 @@ def test_what_lies_ready_is_fetched_from_there(bench: Bench) -> None:
     files[0].chunks()
     for info in [*shelf.backend.list(ObjectKind.PACK)]:
         shelf.backend.delete(ObjectKind.PACK, info.name)
-    stream = GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3)
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3))
     address = bench.gpu.host_alloc(len(data))
     try:
         ready = memory_at(address, len(data))
@@ -201,7 +209,7 @@ def test_a_flipped_bit_in_a_pack_is_named(
     shelf.backend.delete(ObjectKind.PACK, info.name)
     shelf.backend.put_new(ObjectKind.PACK, info.name, [data])
     files = shelf.files(integrity)
-    stream = GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3)
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3))
     with memories(bench.gpu, files) as addresses, pytest.raises(DigestMismatch) as caught:
         fill(stream, files, addresses)
     caught.match(
@@ -250,7 +258,7 @@ def test_a_bit_flipped_on_the_way_is_named(shelf: Shelf, bench: Bench) -> None:
     """Goal: what no check of the store can see is found on the GPU. Proves: I6."""
     files = shelf.files(Integrity.STRONG)
     gpu: Any = FlippingGpu(bench.gpu)
-    stream = GpuStream(gpu, bench.arena, bench.hasher, workers=1)
+    stream = bench.keep(GpuStream(gpu, bench.arena, bench.hasher, workers=1))
     with memories(bench.gpu, files) as addresses, pytest.raises(DigestMismatch) as caught:
         fill(stream, files, addresses)
     caught.match(r"chunk [0-9a-f]{12} .* at offset \d+ of memory/0-\d.mem, rank 3: it arrived")
@@ -260,7 +268,7 @@ def test_a_bit_flipped_on_the_way_is_named(shelf: Shelf, bench: Bench) -> None:
 def test_after_an_error_nothing_is_lent(shelf: Shelf, bench: Bench) -> None:
     """Goal: a pack that is gone ends all threads, and another fill finds all slots."""
     files = shelf.files(Integrity.FAST)
-    stream = GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3)
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3))
     broken = shelf_of(Compression.NONE)
     for info in [*broken.backend.list(ObjectKind.PACK)]:
         broken.backend.delete(ObjectKind.PACK, info.name)
@@ -277,7 +285,7 @@ def test_it_ends_early_when_told(shelf: Shelf, bench: Bench) -> None:
     files = shelf.files(Integrity.STRONG)
     stop = threading.Event()
     done: list[int] = []
-    stream = GpuStream(bench.gpu, bench.arena, bench.hasher, workers=1)
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=1))
     with memories(bench.gpu, files) as addresses:
         report = stream.fill(
             [StreamTarget(3, *both) for both in zip(files, addresses, strict=True)],
