@@ -36,6 +36,7 @@ class GpuSettings:
     Attributes:
         workers: Threads for each GPU; 0 means its share of the usable cores, 16 at most.
         pinned_bytes: Page-locked memory for each GPU; 0 means two slots of 4 MiB for each thread.
+        part_bytes: How much of a raw frame is read at a time; 0 for what suits the number of GPUs.
         registered_bytes: How much of a node cache may be page-locked, for all GPUs together.
         kernels: Where compiled kernels are kept.
         code: Kernels that are compiled already; by default NVRTC compiles them.
@@ -45,6 +46,7 @@ class GpuSettings:
 
     workers: int = 0
     pinned_bytes: int = 0
+    part_bytes: int = 0
     registered_bytes: int = 0
     kernels: Path = Path("/var/lib/snapagent/kernels")
     code: bytes | None = None
@@ -93,6 +95,7 @@ class GpuEngine:
                     arena,
                     self.hasher,
                     workers=settings.workers_for(count),
+                    part_bytes=settings.part_bytes or SLOT_BYTES,
                     blocking=settings.blocking,
                 )
             )

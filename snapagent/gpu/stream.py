@@ -160,6 +160,7 @@ class GpuStream:
         hasher: PieceHasher | None,
         *,
         workers: int,
+        part_bytes: int = SLOT_BYTES,
         blocking: bool = False,
     ) -> None:
         """Prepare.
@@ -169,11 +170,14 @@ class GpuStream:
             arena: Slots near it.
             hasher: Hashes on it; without one the processor does.
             workers: Threads at most; each takes two slots.
+            part_bytes: How much of a raw frame is read at a time that the GPU checks, 4 MiB at
+                most. What all threads of a machine hold should fit its processor's cache.
             blocking: Threads that wait for the GPU sleep, where they would spin otherwise.
         """
         self.gpu = gpu
         self.arena = arena
         self.hasher = hasher
+        self.part_bytes = min(part_bytes, SLOT_BYTES)
         self.workers = max(1, min(workers, arena.slots // _SLOTS_PER_WORKER))
         # Making one takes the driver ten milliseconds, in which no other can be made.
         self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
@@ -261,7 +265,7 @@ class _Run:
         batches: list[tuple[int, _Batch]] = []
         for number, what in enumerate(targets):
             target = _plan_target(number, what, stream.hasher)
-            more = _batches_of(target)
+            more = _batches_of(target, stream.part_bytes)
             target.left = sum(len(batch.items) for _, batch in more)
             batches += more
             if not more:
@@ -451,10 +455,13 @@ class _Worker:
             self._lane.fill(place, item.to, 0, item.length)
         else:
             begin = self._clock.monotonic_s()
+            to, length = item.to, item.length
             if fd is None or not _read_raw(item, fd, slot.view):
+                # All of the piece, if this was a part of one.
                 _read(target, piece, slot.view)
+                to, length = target.what.address + piece.offset, piece.length
             self.read_s += self._clock.monotonic_s() - begin
-            self._lane.copy_in(place, item.to, slot.address, item.length)
+            self._lane.copy_in(place, to, slot.address, length)
 
 
 def _read_raw(item: _Item, fd: int, slot: memoryview) -> bool:
@@ -481,7 +488,7 @@ def _plan_target(number: int, what: StreamTarget, hasher: PieceHasher | None) ->
     return _Target(number, what, check, chunks)
 
 
-def _batches_of(target: _Target) -> list[tuple[int, _Batch]]:
+def _batches_of(target: _Target, part_bytes: int) -> list[tuple[int, _Batch]]:
     """What to do for a file, each with where it lies in the store."""
     what = target.what
     source, size = what.source, what.file.size_bytes
@@ -494,25 +501,46 @@ def _batches_of(target: _Target) -> list[tuple[int, _Batch]]:
             item = _Item(what.address + offset, length, source.address + offset, None)
             found.append((-1, _Batch(target, [item], None)))
         return found
+    pieces = what.file.pieces()
+    if target.check is not ReadCheck.NOTHING or not _has_descriptors(what.file, pieces):
+        part_bytes = SLOT_BYTES
     batches: list[tuple[int, _Batch]] = []
-    for piece in what.file.pieces():
-        pack, item = _item_of(target, piece)
-        last = batches[-1][1] if batches else None
-        joins = last is not None and pack is not None and last.pack == pack
-        if last is not None and joins and len(last.items) < _BATCH_PIECES:
-            last.items.append(item)
+    last, joined = None, 0
+    for piece in pieces:
+        pack, items = _items_of(target, piece, part_bytes)
+        if last is not None and pack is not None and last.pack == pack and joined < _BATCH_PIECES:
+            last.items.extend(items)
+            joined += 1
         else:
-            batches.append((piece.order, _Batch(target, [item], pack)))
+            last, joined = _Batch(target, items, pack), 1
+            batches.append((piece.order, last))
     return batches
 
 
-def _item_of(target: _Target, piece: FilePiece) -> tuple[PackId | None, _Item]:
+def _has_descriptors(file: SnapshotFile, pieces: list[FilePiece]) -> bool:
+    """Whether parts of raw frames can be read by themselves."""
+    first = next((piece for piece in pieces if piece.stored is not None), None)
+    fd = None if first is None else file.open_pack(first)
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
+
+
+def _items_of(
+    target: _Target, piece: FilePiece, part_bytes: int
+) -> tuple[PackId | None, list[_Item]]:
     to, stored = target.what.address + piece.offset, piece.stored
     by_chunks = target.check is ReadCheck.ALL and target.what.file.integrity is Integrity.STRONG
     if stored is None or by_chunks:
-        return None, _Item(to, piece.length, 0, piece)
-    checksum = b"" if target.check is ReadCheck.NOTHING else stored.frame.checksum
-    return stored.pack, _Item(to, piece.length, 0, piece, stored.frame.offset, checksum)
+        return None, [_Item(to, piece.length, 0, piece)]
+    at = stored.frame.offset
+    if target.check is not ReadCheck.NOTHING:
+        return stored.pack, [_Item(to, piece.length, 0, piece, at, stored.frame.checksum)]
+    parts = [
+        _Item(to + begin, min(part_bytes, piece.length - begin), 0, piece, at + begin)
+        for begin in range(0, piece.length, part_bytes)
+    ]
+    return stored.pack, parts
 
 
 def _read(target: _Target, piece: FilePiece, into: memoryview) -> None:

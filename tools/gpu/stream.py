@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -94,6 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=0, help="how many; all of them unless given")
     parser.add_argument("--workers", type=int, default=0, help="threads for each GPU")
     parser.add_argument("--sweep", default="", help="numbers of threads to try, with commas")
+    parser.add_argument("--parts", default="4", help="MiB read at a time, with commas")
     parser.add_argument("--all", action="store_true", help="BLAKE3 on the processor as well")
     parser.add_argument("--processes", action="store_true", help="also one process for each GPU")
     parser.add_argument("--blocking", action="store_true", help="threads that wait sleep")
@@ -106,6 +108,7 @@ def parse() -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0))
     gpus = options.gpus or len(load_driver().devices)
     options.workers = options.workers or max(2, min(16, cores // gpus))
+    options.parts = [int(word) for word in options.parts.split(",")]
     options.sweep = [int(word) for word in options.sweep.split(",") if word] or [options.workers]
     return options
 
@@ -183,14 +186,20 @@ def measured(
     found: dict[str, object] = {}
     pinned = [pinned_rate(setups[:1])] + ([pinned_rate(setups)] if len(setups) > 1 else [])
     found["pinned_gb_per_s"] = pinned
+    for workers, mib in itertools.product(options.sweep, options.parts):
+        found[f"blake3_on_gpu_{workers}_workers_{mib}_mib"] = stream_rates(
+            setups,
+            Integrity.STRONG,
+            options,
+            pinned,
+            on_gpu=True,
+            workers=workers,
+            part_bytes=mib * MIB,
+        )
     for workers in options.sweep:
-        for name, integrity, on_gpu in (
-            ("xxh3_on_cpu", Integrity.FAST, False),
-            ("blake3_on_gpu", Integrity.STRONG, True),
-        ):
-            found[f"{name}_{workers}_workers"] = stream_rates(
-                setups, integrity, options, pinned, on_gpu=on_gpu, workers=workers
-            )
+        found[f"xxh3_on_cpu_{workers}_workers"] = stream_rates(
+            setups, Integrity.FAST, options, pinned, on_gpu=False, workers=workers
+        )
     if options.all:
         found["blake3_on_cpu"] = stream_rates(
             setups, Integrity.STRONG, options, pinned, on_gpu=False
@@ -213,6 +222,7 @@ def stream_rates(
     *,
     on_gpu: bool,
     workers: int = 0,
+    part_bytes: int = SLOT_BYTES,
     sources: Sequence[Direct | None] = (),
 ) -> dict[str, object]:
     """Fill one GPU, and then all at once; the best of some runs of each."""
@@ -221,25 +231,16 @@ def stream_rates(
     rates = {}
     for number, (name, some) in enumerate(together.items()):
         runs = []
-        for _ in range(RUNS):
-            clock = SystemClock()
-            begin = clock.monotonic_s()
-            with ThreadPoolExecutor(len(some)) as executor:
-                reports = list(
-                    executor.map(
-                        lambda index, some=some: fill(
-                            some[index],
-                            integrity,
-                            options,
-                            on_gpu=on_gpu,
-                            workers=workers,
-                            source=sources[index] if sources else None,
-                        ),
-                        range(len(some)),
-                    )
+        with contextlib.ExitStack() as stack:
+            streams = [
+                stack.enter_context(
+                    stream_of(setup, options, on_gpu=on_gpu, workers=workers, part_bytes=part_bytes)
                 )
-            seconds = clock.monotonic_s() - begin
-            runs.append((sum(setup.size for setup in some) / seconds / 1e9, reports))
+                for setup in some
+            ]
+            lying = [*sources, *[None] * len(some)]
+            for _ in range(RUNS):
+                runs.append(fill_all(some, streams, lying, integrity))
         best, reports = max(runs, key=lambda run: run[0])
         rates[name] = best
         found[name] = {
@@ -253,30 +254,53 @@ def stream_rates(
     return found
 
 
-def fill(
-    setup: Setup,
+def fill_all(
+    setups: Sequence[Setup],
+    streams: Sequence[GpuStream],
+    sources: Sequence[Direct | None],
     integrity: Integrity,
+) -> tuple[float, list[dict[str, object]]]:
+    """Fill some GPUs at once; returns the rate of all, and what each did."""
+    clock = SystemClock()
+    begin = clock.monotonic_s()
+    with ThreadPoolExecutor(len(setups)) as executor:
+        reports = list(
+            executor.map(fill, setups, streams, [integrity] * len(setups), sources[: len(setups)])
+        )
+    seconds = clock.monotonic_s() - begin
+    return sum(setup.size for setup in setups) / seconds / 1e9, reports
+
+
+def stream_of(
+    setup: Setup,
     options: argparse.Namespace,
     *,
     on_gpu: bool,
     workers: int = 0,
-    source: Direct | None = None,
-) -> dict[str, object]:
-    """Fill one GPU once."""
-    file = setup.fast if integrity is Integrity.FAST else setup.strong
-    with GpuStream(
+    part_bytes: int = SLOT_BYTES,
+) -> GpuStream:
+    """Make what fills a GPU, as an agent does once."""
+    return GpuStream(
         setup.gpu,
         setup.arena,
         setup.hasher if on_gpu else None,
         workers=workers or options.workers,
+        part_bytes=part_bytes,
         blocking=options.blocking,
-    ) as stream:
-        report = stream.fill(
-            [StreamTarget(setup.gpu.device.ordinal, file, setup.address, source)],
-            stop=threading.Event(),
-            target_done=lambda _: None,
-            progress=lambda _: None,
-        )
+    )
+
+
+def fill(
+    setup: Setup, stream: GpuStream, integrity: Integrity, source: Direct | None = None
+) -> dict[str, object]:
+    """Fill one GPU once."""
+    file = setup.fast if integrity is Integrity.FAST else setup.strong
+    report = stream.fill(
+        [StreamTarget(setup.gpu.device.ordinal, file, setup.address, source)],
+        stop=threading.Event(),
+        target_done=lambda _: None,
+        progress=lambda _: None,
+    )
     return {
         "gb_per_s": round(report.bytes / report.seconds / 1e9, 2),
         "bottleneck": report.bottleneck,
@@ -365,14 +389,16 @@ def in_processes(folder: Path, count: int) -> dict[str, object]:
 
 def child(options: argparse.Namespace) -> None:
     """Be one of them."""
-    with opened(options.child, options.folder, options) as setup:
+    with (
+        opened(options.child, options.folder, options) as setup,
+        stream_of(setup, options, on_gpu=True) as stream,
+    ):
         found = {}
-        fill(setup, Integrity.STRONG, options, on_gpu=True)
+        fill(setup, stream, Integrity.STRONG)
         print("ready", flush=True)
         sys.stdin.readline()
         for name, integrity in (("blake3_on_gpu", Integrity.STRONG), ("xxh3", Integrity.FAST)):
-            runs = [fill(setup, integrity, options, on_gpu=True) for _ in range(RUNS)]
-            found[name] = runs
+            found[name] = [fill(setup, stream, integrity) for _ in range(RUNS)]
         print(json.dumps(found))
 
 
@@ -443,7 +469,8 @@ def damage(setup: Setup, folder: Path, options: argparse.Namespace) -> list[str]
 def expect(what: str, setup: Setup, integrity: Integrity, options: argparse.Namespace) -> list[str]:
     """Fill and see that it fails in words that name rank, stream, offset and chunk."""
     try:
-        fill(setup, integrity, options, on_gpu=True)
+        with stream_of(setup, options, on_gpu=True) as stream:
+            fill(setup, stream, integrity)
     except GpuFailed as error:
         return [f"{what}: {error}"]
     except SnapError as error:

@@ -141,12 +141,14 @@ def read_back(gpu: Gpu, address: int, length: int) -> bytes:
 
 @pytest.mark.parametrize("integrity", list(Integrity))
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_it_is_all_there(shelf: Shelf, bench: Bench, integrity: Integrity, *, on_gpu: bool) -> None:
+@pytest.mark.parametrize("part_bytes", [4 * MIB, 768 * KIB])
+def test_it_is_all_there(
+    shelf: Shelf, bench: Bench, integrity: Integrity, part_bytes: int, *, on_gpu: bool
+) -> None:
     """Goal: every byte of every file, zeros too, whoever checks it; nothing is staged pageably."""
     files = shelf.files(integrity)
-    stream = bench.keep(
-        GpuStream(bench.gpu, bench.arena, bench.hasher if on_gpu else None, workers=3)
-    )
+    hasher = bench.hasher if on_gpu else None
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, hasher, workers=3, part_bytes=part_bytes))
     with memories(bench.gpu, files) as addresses:
         report, done = fill(stream, files, addresses)
         for file, address, data in zip(files, addresses, contents().values(), strict=True):
