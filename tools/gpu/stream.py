@@ -230,7 +230,6 @@ def stream_rates(
     together = {"one": setups[:1]} | ({"all": setups} if len(setups) > 1 else {})
     rates = {}
     for number, (name, some) in enumerate(together.items()):
-        runs = []
         with contextlib.ExitStack() as stack:
             streams = [
                 stack.enter_context(
@@ -239,8 +238,7 @@ def stream_rates(
                 for setup in some
             ]
             lying = [*sources, *[None] * len(some)]
-            for _ in range(RUNS):
-                runs.append(fill_all(some, streams, lying, integrity))
+            runs = [fill_all(some, streams, lying, integrity) for _ in range(RUNS)]
         best, reports = max(runs, key=lambda run: run[0])
         rates[name] = best
         found[name] = {
