@@ -316,9 +316,8 @@ class Ingest:
         rows = open_rows[found]
         known[rows], frames[rows] = True, places.frames[found]
         offsets[rows] = places.offsets[found]
-        missing = ~known & ~told.needed
-        missing &= ~np.isin(words[:, 0], words[told.needed, 0])
-        if missing.any():
+        absent = np.flatnonzero(~known & ~told.needed)
+        if len(absent) and not np.isin(words[absent, 0], words[told.needed, 0]).all():
             raise OutOfSpace(
                 "what was stored a moment ago cannot be found: a temporary file was not written",
                 next_step="make room where temporary files go, and start over",
