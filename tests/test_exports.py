@@ -26,6 +26,7 @@ NOT_EXPORTED = {
     "PackerTotals": "a part of `PushResult`, read through its attributes",
     "RankNumber": "a number, or the word host",
     "RankSummary": "a part of `SnapshotSummary`, read through its attributes",
+    "StoredFrame": "a part of `FilePiece`, for the library",
     "RootManifest": "a part of `Snapshot`, read through its attributes",
 }
 """Types that signatures of the façade mention and that are no part of it, each with the reason."""

@@ -12,6 +12,7 @@ import threading
 
 from snapagent.errors import GpuFailed
 from snapagent.gpu.driver import Driver, load_driver
+from snapagent.gpu.engine import GpuEngines, GpuSettings
 
 __all__ = ["GpuMemory"]
 
@@ -19,7 +20,9 @@ __all__ = ["GpuMemory"]
 class GpuMemory:
     """Makes and recognises memory of GPUs. Thread-safe; the driver is loaded when first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: GpuSettings | None = None) -> None:
+        """Prepare; `settings` say how it is filled and stored."""
+        self.engines = GpuEngines(settings)
         self._lock = threading.Lock()
         self._driver: Driver | None = None
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from snapagent.gpu.engine import GpuSettings
     from snapagent.linux.peers import Process
     from snapagent.memory.placement import Rank, SessionPlace
 
@@ -82,6 +83,7 @@ class MemoryBroker:
         mode: int = 0o600,
         users: Collection[int] | None = None,
         fill_threads: int = 0,
+        gpu: GpuSettings | None = None,
     ) -> None:
         """Prepare; nothing is begun before `start`.
 
@@ -92,6 +94,7 @@ class MemoryBroker:
             users: Who may have memory; by default all who may write to the socket.
             fill_threads: How many fill memory at a time, in all restores together, each with
                 48 MiB; 0 means one per usable core, 16 at most.
+            gpu: How memory of GPUs is filled and stored.
         """
         self.path = path
         self._mode = mode
@@ -99,7 +102,7 @@ class MemoryBroker:
         self._lock = threading.RLock()
         self._ledger = Ledger(limits or BrokerLimits())
         hooks = Hooks(self._watch, self._close_later, self._drop, self._hold, self._forget_held)
-        self.gpus = GpuMemory()
+        self.gpus = GpuMemory(gpu)
         """What makes memory of GPUs."""
         self._requests = Requests(self._ledger, hooks, self.gpus)
         self._connections: dict[int, tuple[Channel, Visitor]] = {}
@@ -157,6 +160,7 @@ class MemoryBroker:
             for fd in list(self._connections):
                 self._hang_up(fd)
         self._stack.close()
+        self.gpus.engines.close()
 
     def __enter__(self) -> Self:
         self.start()

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Self
 
 from snapagent.errors import AgentError
 from snapagent.memory.buffers import BUFFER_BYTES
-from snapagent.memory.device_io import DeviceIOs, FillWork, SimpleDeviceIO
+from snapagent.memory.device_io import DeviceIOs, FillWork
 from snapagent.memory.placement import HOST, from_placement
+from snapagent.memory.streaming_io import make_device_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from snapagent.gpu.driver import Gpu
-    from snapagent.memory.buffers import FillBuffers
     from snapagent.memory.device_io import DeviceIO
     from snapagent.memory.lent import Admissions, AdmittedSession, LentRegion
     from snapagent.memory.placement import Rank, SessionPlace
@@ -111,7 +111,7 @@ class RegionFill:
         *,
         threads: int,
         on_error: Callable[[BaseException], None],
-        device_io: Callable[[Gpu, FillBuffers], DeviceIO] = SimpleDeviceIO,
+        device_io: Callable[[Gpu], DeviceIO] | None = None,
     ) -> None:
         """Prepare.
 
@@ -120,12 +120,13 @@ class RegionFill:
             admissions: What to fill; each session is told when it is whole.
             threads: How many.
             on_error: Gets the first error, on some thread.
-            device_io: Makes what fills memory of a GPU.
+            device_io: Makes what fills memory of a GPU; by default the agent's engines.
         """
         self._snapshot = snapshot
-        buffers = admissions.buffers
+        gpus, buffers = admissions.gpus, admissions.buffers
         self._device_ios = DeviceIOs(
-            lambda: admissions.gpus.driver, lambda gpu: device_io(gpu, buffers)
+            lambda: gpus.driver,
+            device_io or (lambda gpu: make_device_io(gpu, gpus.engines, buffers)),
         )
         self._on_gpus: dict[str, _OnGpu] = {}
         self._sessions = list(admissions.sessions)

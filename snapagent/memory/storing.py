@@ -7,8 +7,9 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from snapagent.errors import AgentError
-from snapagent.memory.device_io import DeviceIOs, SimpleDeviceIO
+from snapagent.memory.device_io import DeviceIOs
 from snapagent.memory.placement import DIRECTORY, HOST, RegionPlace, SessionPlace, placement_of
+from snapagent.memory.streaming_io import make_device_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ class RegionStreams:
         *,
         threads: int,
         on_error: Callable[[BaseException], None],
-        device_io: Callable[[Gpu], DeviceIO] = SimpleDeviceIO,
+        device_io: Callable[[Gpu], DeviceIO] | None = None,
     ) -> None:
         """Prepare.
 
@@ -54,12 +55,14 @@ class RegionStreams:
             sessions: What to store; they are thawed by this.
             threads: How many at most.
             on_error: Gets an error, on some thread.
-            device_io: Makes what stores memory of a GPU.
+            device_io: Makes what stores memory of a GPU; by default the agent's engines.
         """
         self._writer = writer
         self._sessions = list(sessions)
         self._on_error = on_error
-        self._device_ios = DeviceIOs(lambda: self._sessions[0].gpus.driver, device_io)
+        self._device_ios = DeviceIOs(
+            lambda: self._sessions[0].gpus.driver, device_io or self._make_device_io
+        )
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._work = [
@@ -118,6 +121,9 @@ class RegionStreams:
             places.setdefault(session.rank, []).append(place)
         return {rank: placement_of(sessions) for rank, sessions in places.items() if sessions}
 
+    def _make_device_io(self, gpu: Gpu) -> DeviceIO:
+        return make_device_io(gpu, self._sessions[0].gpus.engines)
+
     def _run(self) -> None:
         try:
             for one in self._each():
@@ -136,8 +142,9 @@ class RegionStreams:
 
     def _store(self, one: _Work) -> None:
         region = one.region
+        data_class = "tensors" if region.device == HOST else "device"
         with self._writer.open_file(
-            one.rank, one.path, data_class="tensors", mode=_FILE_MODE
+            one.rank, one.path, data_class=data_class, mode=_FILE_MODE
         ) as file:
             if region.device != HOST:
                 self._device_ios.of(region.device).store(region, file, stop=self._stop)

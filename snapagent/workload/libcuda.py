@@ -234,6 +234,7 @@ class Libcuda:
         except OSError as error:
             raise CudaMissingError(f"the CUDA driver {path} cannot be loaded: {error}") from error
         self._bound: dict[str, Any] = {}
+        self._quick: dict[str, Any] = {}
 
     def has(self, function: str) -> bool:
         """Tell whether this driver has a function, which older ones may lack."""
@@ -261,6 +262,24 @@ class Libcuda:
         code = self.code(function, *arguments)
         if code != SUCCESS:
             raise CudaCallError(function, code, self.error_name(code))
+
+    def quick(self, function: str) -> Any:  # noqa: ANN401 - a function of C
+        """Return a function to be called without letting other threads run meanwhile.
+
+        Only for what never waits: there, handing the interpreter over and taking it back costs more
+        than the call.
+
+        Raises:
+            CudaMissingError: This driver does not have it.
+        """
+        found = self._quick.get(function)
+        if found is None:
+            self._bind(function)
+            found = getattr(ctypes.PyDLL(self.path), function)
+            found.argtypes = _FUNCTIONS[function]
+            found.restype = ctypes.c_int
+            self._quick[function] = found
+        return found
 
     def error_name(self, code: int) -> str:
         """Say an error code in CUDA's words."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
 from snapstore.errors import Interrupted
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snapstore.repository.buffers import BufferPool
+    from snapstore.repository.hashed_chunks import Answer, HashedChunks
     from snapstore.repository.ingest import Ingest, IngestJob, IngestStream
     from snapstore.repository.memory import MemoryPlan
     from snapstore.repository.windows import ByteArray, Window
@@ -47,6 +48,7 @@ class WindowFeed:
         self._renew = renew
         self._lock = threading.Lock()
         self._inbox: list[IngestJob] = []
+        self._questions: list[tuple[HashedChunks, Future[Answer]]] = []
         self._wake: Future[None] = Future()
         self._error: BaseException | None = None
         self._ended = False
@@ -88,7 +90,7 @@ class WindowFeed:
 
     def submit(
         self, stream: IngestStream, window: Window, buffer: ByteArray, *, final: bool
-    ) -> None:
+    ) -> IngestJob:
         """Hand over the next window of a stream, and its buffer with it.
 
         Raises:
@@ -96,8 +98,27 @@ class WindowFeed:
         """
         with self._lock:
             self._raise_error()
-            self._inbox.append(self._ingest.prepare(stream, window, buffer, final=final))
+            job = self._ingest.prepare(stream, window, buffer, final=final)
+            self._inbox.append(job)
             self._wake_up()
+            return job
+
+    def ask(self, chunks: HashedChunks) -> Answer:
+        """Ask the pipeline, on its thread, which chunks have to be loaded; waits for the answer.
+
+        Raises:
+            SnapError: The pipeline failed or was stopped.
+        """
+        answer: Future[Answer] = Future()
+        with self._lock:
+            self._raise_error()
+            self._questions.append((chunks, answer))
+            self._wake_up()
+        try:
+            return answer.result()
+        except CancelledError:
+            self.check()
+            raise
 
     def check(self) -> None:
         """Raise what went wrong, if anything did."""
@@ -124,7 +145,10 @@ class WindowFeed:
         """
         with self._lock:
             self._error = self._error or error
+            questions, self._questions = self._questions, []
             self._wake_up()
+        for _, answer in questions:
+            answer.cancel()
         self._buffers.close()
 
     def close(self) -> None:
@@ -153,15 +177,29 @@ class WindowFeed:
             if self._error is not None:
                 return False
             jobs, self._inbox = self._inbox, []
+            questions, self._questions = self._questions, []
             ended = self._ended
             if self._wake.done() and not ended:
                 self._wake = Future()
             wake = self._wake
         for job in jobs:
             self._ingest.accept(job)
+        self._answer(questions)
         if self._ingest.is_idle and ended:
             return False
         # When all has been handed over, there is nothing but the pipeline to wait for.
         self._ingest.advance(None if ended else wake, timeout_s=_RENEW_S)
         self._renew()
         return True
+
+    def _answer(self, questions: list[tuple[HashedChunks, Future[Answer]]]) -> None:
+        for number, (chunks, answer) in enumerate(questions):
+            try:
+                found = self._ingest.ask(chunks)
+            except BaseException as error:
+                # Before anybody is woken, who then is to be told why.
+                self.stop(error)
+                for _, unanswered in questions[number:]:
+                    unanswered.cancel()
+                raise
+            answer.set_result(found)
