@@ -41,7 +41,7 @@ __all__ = ["DumpFacts", "StreamedImages", "pieces", "read_facts"]
 _PIECE_BYTES = 1 << 20
 _AHEAD_BYTES_MIN = 64 << 20
 """Of an image that CRIU loads itself; smaller ones are not worth threads."""
-_AHEAD_PIECE_BYTES = 4 << 20
+_AHEAD_PIECE_BYTES = 8 << 20
 _AHEAD_THREADS = 4
 _GHOST_PATHS_BYTES_MAX = 64 << 10
 """They go to the supervisor in one message."""
@@ -200,7 +200,7 @@ class StreamedImages:
             return
         with contextlib.closing(_read_ahead(file, self._eager[name])) as read:
             for data in read:
-                pipe.write(data)
+                pipe.write_steadily(data)
 
 
 def _read_ahead(file: SnapshotFile, ranges: list[tuple[int, int]]) -> Generator[memoryview]:

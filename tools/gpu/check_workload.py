@@ -110,25 +110,34 @@ def check_pool() -> dict[str, object]:
 
 
 def check_threads() -> dict[str, object]:
-    """Several threads that allocate in a pool and free at once: whether torch waits for ever."""
+    """One thread that asks a pool for more, others that use torch: whether they wait for ever.
+
+    torch takes only one thread at a time into a pool, but all of them share its allocator.
+    """
     with socket_path() as path, MemoryBroker(path):
         pool = TorchPool(socket_path=str(path), region_bytes=32 * MIB)
         counts = [0] * 4
         began = time.monotonic()
+        over = threading.Event()
 
-        def work(number: int) -> None:
+        def grow() -> None:
+            kept = []
             with pool.use():
-                while time.monotonic() < began + 8:
-                    made = [
-                        torch.empty((20 + number) * MIB, dtype=torch.uint8, device="cuda")
-                        for _ in range(3)
-                    ]
-                    made.clear()
-                    if counts[number] % 7 == 0:
-                        torch.cuda.empty_cache()
-                    counts[number] += 1
+                # None of them fits into what the pool has, so that each asks the broker.
+                while time.monotonic() < began + 8 and counts[0] < 400:
+                    size = (21 + counts[0] % 3) * MIB
+                    kept.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+                    counts[0] += 1
+            over.set()
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        def use(number: int) -> None:
+            while not over.is_set():
+                made = [torch.empty(number * MIB, dtype=torch.uint8, device="cuda")] * 2
+                made.clear()
+                counts[number] += 1
+
+        threads = [threading.Thread(target=grow)]
+        threads += [threading.Thread(target=use, args=(number,)) for number in range(1, 4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -1,25 +1,29 @@
 """A workload for captures: a transformer with random weights in external GPU memory.
 
-    python -m tools.gpu.transformer CONTROL BROKER GIB DEVICES
+    python -m tools.gpu.transformer CONTROL BROKER GIB DEVICES [plain] [uncompiled]
 
 Needs torch with CUDA. Its layers are spread over so many GPUs; it runs as a CUDA graph and compiled
 by `torch.compile`. At the Unix socket CONTROL each connection brings one word and gets one line:
 `release` and `resume` are for captures, `outputs` runs all of it and says digests, `weights` says a
-digest of every weight.
+digest of every weight. `plain` memory is CUDA's own, which the driver's checkpoint has to carry.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import socket
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch  # type: ignore[import-not-found,unused-ignore]
 
 from snapagent.workload import TorchPool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HIDDEN = 4096
 HEADS = 32
@@ -54,12 +58,15 @@ class Layer(torch.nn.Module):  # type: ignore[misc,no-any-unimported,unused-igno
 class Workload:
     """The model, its inputs, and what was made of them."""
 
-    def __init__(self, broker: str, gib: float, devices: int) -> None:
+    def __init__(self, broker: str, gib: float, devices: int, wishes: Sequence[str]) -> None:
         torch.manual_seed(7)
         began = time.perf_counter()
-        self.pool = TorchPool(socket_path=broker, devices=range(devices))
+        self.pool = (
+            None if "plain" in wishes else TorchPool(socket_path=broker, devices=range(devices))
+        )
         count = max(devices, round(gib * (1 << 30) / _BYTES_PER_LAYER))
-        with self.pool.use(), torch.no_grad():
+        place = self.pool.use() if self.pool is not None else contextlib.nullcontext()
+        with place, torch.no_grad():
             self.layers = [Layer(f"cuda:{number * devices // count}") for number in range(count)]
             for layer in self.layers:
                 for parameter in layer.parameters():
@@ -76,7 +83,10 @@ class Workload:
         ]
         with torch.no_grad():
             self.graphs = [self._capture(number) for number in range(devices)]
-            self.compiled = [torch.compile(part[0]) for part in self.parts]
+            is_compiled = "uncompiled" not in wishes
+            self.compiled = [
+                torch.compile(part[0]) if is_compiled else part[0] for part in self.parts
+            ]
             self.reference = self.outputs()
         self.made_s = time.perf_counter() - began
 
@@ -124,7 +134,7 @@ class Workload:
         return json.dumps(
             {
                 "layers": len(self.layers),
-                "external_bytes": self.pool.memory.size_bytes,
+                "external_bytes": self.pool.memory.size_bytes if self.pool is not None else 0,
                 "torch_reserved_bytes": [
                     torch.cuda.memory_reserved(number) for number in range(self.devices)
                 ],
@@ -137,13 +147,15 @@ class Workload:
     def release(self) -> str:
         """Let go of the memory."""
         began = time.perf_counter()
-        self.pool.release()
+        if self.pool is not None:
+            self.pool.release()
         return str(time.perf_counter() - began)
 
     def resume(self) -> str:
         """Get it back."""
         began = time.perf_counter()
-        self.pool.resume(120)
+        if self.pool is not None:
+            self.pool.resume(120)
         return str(time.perf_counter() - began)
 
 
@@ -157,9 +169,9 @@ def _digest(tensor: Any) -> str:  # noqa: ANN401 - torch has no types here
     return hashlib.sha256(raw).hexdigest()[:16]
 
 
-def main(control: str, broker: str, gib: str, devices: str) -> None:
+def main(control: str, broker: str, gib: str, devices: str, *wishes: str) -> None:
     """Make it, and answer for ever."""
-    workload = Workload(broker, float(gib), int(devices))
+    workload = Workload(broker, float(gib), int(devices), wishes)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(control)
         listener.listen()
