@@ -36,7 +36,7 @@ def test_ranges_come_in_order(store: snapstore.Store, data: bytes) -> None:
     expected = b"".join(data[at : at + length] for at, length in ranges)
     assert b"".join(bytes(piece) for piece in _read_ahead(file, ranges)) == expected
     with contextlib.closing(_read_ahead(file, ranges)) as read:
-        assert next(read) == data[: 4 * MIB]
+        assert next(read) == data[: 8 * MIB]
     assert not [one for one in threading.enumerate() if one.name.startswith("snapagent-ahead")]
     store.close()
 
