@@ -53,7 +53,14 @@ from snapagent.linux.network_locks import (
     remove_network_lock,
 )
 from snapagent.memory.storing import RegionStreams
-from snapagent.preflight import CaptureConditions, add_machine, check_process, require
+from snapagent.preflight import (
+    CaptureConditions,
+    Obstacles,
+    add_machine,
+    check_cuda,
+    check_process,
+    require,
+)
 from snapagent.supervision import Place, Supervisor, criu_command
 from snapagent.workdir import WorkDirectory, work_directory
 from snapstore import criu
@@ -223,6 +230,7 @@ def find_obstacles(pid: int, config: AgentConfig, *, stop: bool = False) -> list
     Raises:
         NoSuchProcess: There is none.
     """
+    has_gpus = any(map(uses_cuda, _tree(pid)))
     conditions = CaptureConditions(
         criu=config.criu,
         criu_cache=config.criu_cache,
@@ -230,9 +238,13 @@ def find_obstacles(pid: int, config: AgentConfig, *, stop: bool = False) -> list
         shell_job=True,
         ghost_bytes_max=program.GHOST_BYTES_MAX,
         # The driver's checkpoint closes them before CRIU looks.
-        devices=("/dev/nvidia",) if any(map(uses_cuda, _tree(pid))) else (),
+        devices=("/dev/nvidia",) if has_gpus else (),
     )
-    return check_process(pid, conditions)
+    found = Obstacles()
+    found.extend(check_process(pid, conditions))
+    if has_gpus:
+        check_cuda(found)
+    return found.result()
 
 
 def _tree(pid: int) -> list[int]:

@@ -10,7 +10,8 @@ Invariants, and the order of steps that follows from them:
 4. Memory is bounded by the budget of the store and one buffer for each thread that fills.
 5. External memory is filled from the start, beside CRIU, and goes to its workload when it is whole.
 6. Processes that had something in the CUDA driver wait in their next call of it until they have it
-   back.
+   back. CRIU loads all of their memory: the driver touches what it reads back, and waiting for
+   that in a userfaultfd takes ten times as long as loading it.
 
 Order: snapshot and small images, preflight, supervisor and place, external memory, image stream and
 lazy-pages socket, CRIU, faults from its first moment, the tree runs, background fill, driver
@@ -35,6 +36,7 @@ from snapagent.errors import CriuFailed, PreflightFailed, ProtocolError, Workloa
 from snapagent.gpu.checkpoint import restore_cuda
 from snapagent.gpu.facts import read_cuda_facts
 from snapagent.gpu.owned import GpuMemory
+from snapagent.lazy.absent import NothingLazy
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.stats import LazyStats, PageRun
 from snapagent.linux import processes
@@ -297,7 +299,7 @@ class Restoration:
         self._lazy.start()
         argv += program.restore_arguments(
             directory="{work}",
-            lazy=True,
+            lazy=self._cuda is None,
             shell_job=facts.is_shell_job,
             tcp_close=facts.images.inventory.tcp_close,
         )
@@ -382,7 +384,9 @@ class Restoration:
     def _elapsed_s(self) -> float:
         return self._clock.monotonic_s() - self._started_s
 
-    def _make_lazy(self, work: Path) -> LazyPages:
+    def _make_lazy(self, work: Path) -> LazyPages | NothingLazy:
+        if self._cuda is not None:
+            return NothingLazy()
         request, options = self._request, self._store.options
         return LazyPages(
             work,
@@ -565,7 +569,8 @@ class _Target:
 def _look_up(store: Store, request: RestoreRequest) -> _Target:
     snapshot = store.snapshot(request.name)
     images = find_images(snapshot, request.images)
-    facts = read_facts(images)
+    cuda = _cuda_facts(snapshot)
+    facts = read_facts(images, lazy=cuda is None)
     place = request.place
     if place.network == "fresh":
         place = dataclasses.replace(place, addresses=facts.addresses)
@@ -575,12 +580,14 @@ def _look_up(store: Store, request: RestoreRequest) -> _Target:
             f"snapshot {snapshot.id.short} has external memory, and there is no memory broker",
             next_step="restore it with an agent that has one; see docs/external-memory.md",
         )
-    cuda = None
+    return _Target(snapshot, images, facts, place, external, cuda)
+
+
+def _cuda_facts(snapshot: Snapshot) -> CudaFacts | None:
     for rank in snapshot.ranks():
         if rank.number == "host":
-            of = f"snapshot {snapshot.id.short}"
-            cuda = read_cuda_facts(rank.meta.placement, of=of)
-    return _Target(snapshot, images, facts, place, external, cuda)
+            return read_cuda_facts(rank.meta.placement, of=f"snapshot {snapshot.id.short}")
+    return None
 
 
 def _plan_gpus(found: Obstacles, target: _Target, request: RestoreRequest) -> GpuPlan:
@@ -603,6 +610,7 @@ def _obstacles(found: Obstacles, target: _Target, config: AgentConfig) -> list[O
     conditions = RestoreConditions(
         criu=config.criu,
         criu_cache=config.criu_cache,
+        lazy=target.cuda is None,
         work_directory=config.run_directory,
     )
     requirements = target.snapshot.manifest.requirements

@@ -5,6 +5,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register markers, and choose the seed before xdist hands the options to its workers."""
+    # A run in the background of a script ignores Ctrl-C, and so would every program it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     enter_own_network(config)
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)

@@ -21,9 +21,10 @@ from snapagent.lazy.events import EventLoop
 from snapagent.lazy.faults import FaultQueue, FaultServer
 from snapagent.lazy.fill import PartFiller, WorkList, left_over, plan_parts
 from snapagent.lazy.handshake import SOCKET_NAME, listen, receive_tasks
-from snapagent.lazy.memory import PAGE_BYTES, missing_memory
+from snapagent.lazy.memory import missing_memory
 from snapagent.lazy.stats import LazyStats, PageRun, Recorder, Tally
 from snapagent.lazy.task import LiveTask
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -6,10 +6,10 @@ import queue
 from typing import TYPE_CHECKING
 
 from snapagent.lazy.fill import CHANGING_PAUSE_S, ReadBuffer
-from snapagent.lazy.memory import PAGE_BYTES
 from snapagent.lazy.stats import PageRun
 from snapagent.lazy.task import LiveTask, Outcome
 from snapstore.clock import SystemClock
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     import threading

@@ -10,10 +10,10 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from snapagent.errors import AgentError
-from snapagent.lazy.memory import PAGE_BYTES
 from snapagent.lazy.task import Outcome
 from snapagent.linux.userfaultfd import address_of
 from snapstore.clock import SystemClock
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

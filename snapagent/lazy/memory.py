@@ -9,6 +9,7 @@ import numpy as np
 
 from snapagent.errors import AgentError
 from snapagent.lazy.address_space import AddressSpace
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
     from snapagent.lazy.address_space import Numbers
     from snapstore import FileRange
 
-__all__ = ["PAGE_BYTES", "PagemapColumns", "PagesFile", "TaskMemory", "missing_memory"]
-
-PAGE_BYTES = 4096
+__all__ = ["PagemapColumns", "PagesFile", "TaskMemory", "missing_memory"]
 
 _FLAG_LAZY = 2
 _FLAG_PRESENT = 4

@@ -19,10 +19,10 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from snapagent.errors import AgentError
-from snapagent.lazy.memory import PAGE_BYTES
 from snapagent.lazy.shared_lock import SharedLock
 from snapagent.linux import userfaultfd
 from snapagent.linux.userfaultfd import Event, Message
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -38,7 +38,6 @@ __all__ = [
     "zero_pages",
 ]
 
-PAGE_BYTES = 4096
 
 GONE = frozenset({errno.ESRCH, errno.ENOSPC})
 """Errors that say that the process has ended."""
@@ -202,7 +201,7 @@ def has_ended(fd: int) -> bool:
     Nothing else tells: such a descriptor stays as it is when its process ends.
     """
     # Were there something at that address, there still is nothing to copy from.
-    return copy_pages(fd, 1 << 20, _nothing(), PAGE_BYTES).error in GONE
+    return copy_pages(fd, 1 << 20, _nothing(), mmap.PAGESIZE).error in GONE
 
 
 @functools.cache
@@ -212,7 +211,7 @@ def _nothing() -> int:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address: int = libc.mmap(None, PAGE_BYTES, _PROT_NONE, flags, -1, 0)
+    address: int = libc.mmap(None, mmap.PAGESIZE, _PROT_NONE, flags, -1, 0)
     if address == ctypes.c_size_t(-1).value:
         raise OSError(ctypes.get_errno(), "cannot map a page")
     return address

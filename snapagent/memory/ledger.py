@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from snapagent.linux.peers import Process, is_below
-from snapagent.memory.placement import HOST, PAGE_BYTES
+from snapagent.memory.placement import HOST
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from snapagent.memory.placement import Rank

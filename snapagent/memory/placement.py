@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 
 from snapagent.errors import AgentError
+from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,7 +20,6 @@ __all__ = [
     "GPU_UUID",
     "HOST",
     "KEY",
-    "PAGE_BYTES",
     "Rank",
     "RegionPlace",
     "SessionPlace",
@@ -29,7 +29,6 @@ __all__ = [
 
 KEY: Final = "external"
 DIRECTORY: Final = "external"
-PAGE_BYTES: Final = 4096
 HOST: Final = "host"
 GPU_UUID: Final = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 _VERSION_HOST: Final = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from snapagent.preflight.cpu import add_machine
 from snapagent.preflight.criu_program import CriuFacts, find_criu, probe_criu
-from snapagent.preflight.gpus import GpuPlan, plan_gpus
+from snapagent.preflight.gpus import GpuPlan, check_cuda, plan_gpus
 from snapagent.preflight.images import Images, read_images, snapshot_reader
 from snapagent.preflight.obstacles import Obstacle, Obstacles, obstacles_json, require
 from snapagent.preflight.options import CaptureConditions, RestoreConditions, RestorePlace
@@ -21,6 +21,7 @@ __all__ = [
     "RestoreConditions",
     "RestorePlace",
     "add_machine",
+    "check_cuda",
     "check_images",
     "check_process",
     "check_snapshot",

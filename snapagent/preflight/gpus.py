@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 from snapagent.errors import AgentError, GpuUnavailable
 from snapagent.gpu.checkpoint import require_checkpoints
 from snapagent.gpu.facts import driver_build
+from snapagent.gpu.owned import GpuMemory
 from snapstore.clock import SystemClock
 from snapstore.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from snapagent.gpu.driver import Driver
+    from snapagent.gpu.driver import Device, Driver
     from snapagent.gpu.facts import CudaFacts, GpuFacts
-    from snapagent.gpu.owned import GpuMemory
     from snapagent.preflight.obstacles import Obstacles
 
-__all__ = ["GpuPlan", "plan_gpus"]
+__all__ = ["GpuPlan", "check_cuda", "plan_gpus"]
 
 _FREED_S_MAX = 2.0
 _FREED_POLL_S = 0.05
@@ -57,11 +57,8 @@ def plan_gpus(
     """
     if facts is None and not needed:
         return GpuPlan()
-    try:
-        driver = memory.driver
-        require_checkpoints(driver)
-    except GpuUnavailable as error:
-        found.block("cuda-missing", f"the snapshot has GPU state, and {error}", error.next_step)
+    driver = _find_driver(found, memory, "the snapshot has")
+    if driver is None:
         return GpuPlan()
     if facts is None:
         unknown = ", ".join(sorted(needed))
@@ -72,9 +69,24 @@ def plan_gpus(
         )
         return GpuPlan()
     _check_driver(found, facts, driver, allow_change=allow_driver_change)
-    plan = GpuPlan(_choose(found, facts, needed, driver))
+    plan = GpuPlan(_choose(found, facts, needed, memory))
     _check_room(found, plan, needed, memory)
     return plan
+
+
+def check_cuda(found: Obstacles) -> None:
+    """Tell whether processes with GPU state can be captured here."""
+    _find_driver(found, GpuMemory(), "a process has")
+
+
+def _find_driver(found: Obstacles, memory: GpuMemory, who: str) -> Driver | None:
+    try:
+        driver = memory.driver
+        require_checkpoints(driver)
+    except GpuUnavailable as error:
+        found.block("cuda-missing", f"{who} GPU state, and {error}", error.next_step)
+        return None
+    return driver
 
 
 def _check_driver(
@@ -93,30 +105,23 @@ def _check_driver(
 
 
 def _choose(
-    found: Obstacles, facts: CudaFacts, needed: Mapping[str, int], driver: Driver
+    found: Obstacles, facts: CudaFacts, needed: Mapping[str, int], memory: GpuMemory
 ) -> dict[str, str]:
-    """Give each GPU of the snapshot one here of the same model: itself if possible."""
-    free = {device.uuid: device for device in driver.devices}
-    chosen = {one.uuid: one.uuid for one in facts.gpus if one.uuid in free}
-    for uuid in chosen:
-        del free[uuid]
-    # Those that have memory come first; of the others the processes may have known nothing.
-    left = [one for one in facts.gpus if one.uuid not in chosen]
-    left.sort(key=lambda one: -needed.get(one.uuid, 0))
+    """Give each GPU of the snapshot one here of the same model: itself if that has room."""
+    free = {device.uuid: device for device in memory.driver.devices}
+    chosen: dict[str, str] = {}
     missing: list[GpuFacts] = []
-    for one in left:
-        fitting = [
-            device
-            for device in free.values()
-            if device.name == one.name and device.total_bytes >= one.total_bytes
-        ]
+    # Those with memory come first; of the others the processes may have known nothing.
+    for one in sorted(facts.gpus, key=lambda one: -needed.get(one.uuid, 0)):
+        fitting = _fitting(one, free.values())
         if not fitting:
             missing.append(one)
             continue
-        chosen[one.uuid] = fitting[0].uuid
-        del free[fitting[0].uuid]
+        uuid = _with_room(fitting, needed.get(one.uuid, 0), memory)
+        chosen[one.uuid] = uuid
+        del free[uuid]
     required = [one for one in missing if not needed or one.uuid in needed]
-    _tell_missing(found, required, driver)
+    _tell_missing(found, required, memory.driver)
     unknown = needed.keys() - {one.uuid for one in facts.gpus}
     for uuid in sorted(unknown):
         found.block(
@@ -125,6 +130,27 @@ def _choose(
             "capture it anew",
         )
     return chosen
+
+
+def _fitting(one: GpuFacts, free: Iterable[Device]) -> list[str]:
+    """Return GPUs that can take the place of one, itself first."""
+    fitting = [
+        device.uuid
+        for device in free
+        if device.name == one.name and device.total_bytes >= one.total_bytes
+    ]
+    return sorted(fitting, key=lambda uuid: uuid != one.uuid)
+
+
+def _with_room(fitting: Sequence[str], size_bytes: int, memory: GpuMemory) -> str:
+    """Return the first that has room; if none has, the first."""
+    if not size_bytes:
+        return fitting[0]
+    for number, uuid in enumerate(fitting):
+        has_room = _has_room_soon if number == 0 else _has_room
+        if has_room(memory, uuid, size_bytes):
+            return uuid
+    return fitting[0]
 
 
 def _tell_missing(found: Obstacles, missing: Sequence[GpuFacts], driver: Driver) -> None:
@@ -141,11 +167,18 @@ def _tell_missing(found: Obstacles, missing: Sequence[GpuFacts], driver: Driver)
     )
 
 
+def _has_room(memory: GpuMemory, uuid: str, size_bytes: int) -> bool:
+    try:
+        return memory.has_room(uuid, size_bytes)
+    except AgentError:
+        return False
+
+
 def _has_room_soon(memory: GpuMemory, uuid: str, size_bytes: int) -> bool:
     """Tell whether there is room; memory of what has just ended may take a moment to go."""
     clock = SystemClock()
     deadline_s = clock.monotonic_s() + _FREED_S_MAX
-    while not memory.has_room(uuid, size_bytes):
+    while not _has_room(memory, uuid, size_bytes):
         if clock.monotonic_s() > deadline_s:
             return False
         clock.sleep_s(_FREED_POLL_S)
@@ -159,12 +192,7 @@ def _check_room(
         uuid = plan.devices.get(old)
         if uuid is None:
             continue
-        try:
-            has_room = _has_room_soon(memory, uuid, size_bytes)
-        except AgentError as error:
-            found.block("gpu-memory", f"{uuid} cannot be used: {error}", error.next_step)
-            continue
-        if not has_room:
+        if not _has_room(memory, uuid, size_bytes):
             found.block(
                 "gpu-memory",
                 f"the snapshot has {format_bytes(size_bytes)} on {uuid}, which has less left",

@@ -101,7 +101,7 @@ class Dump:
 class Run:
     """One benchmark: the peer, its store, and what was found so far."""
 
-    peer: Peer
+    peer: Peer[Path]
     work: Path
     prefault_bytes: int
     samples: list[Sample] = field(default_factory=list)
@@ -203,7 +203,7 @@ def rows(report: Report) -> Iterator[list[str]]:
             yield [str(item["generation"]), f"{new / MB:.1f}", f"{growth / MB:.1f}", f"{wall:.2f}"]
 
 
-def markdown(report: Report, peer: Peer) -> str:
+def markdown(report: Report, peer: Peer[Path]) -> str:
     """Return the whole result as Markdown."""
     header = ("generation", "new MB", "stored growth MB", "push s")
     title = f"Generations, {report.date}, {report.versions[peer.name]}"

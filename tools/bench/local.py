@@ -74,7 +74,7 @@ def step_sample(step: str, usage: Usage) -> Sample:
     return {f"{step}_{key}": value for key, value in asdict(usage).items()}
 
 
-def run_peer(setup: Setup, peer: Peer) -> Sample:
+def run_peer(setup: Setup, peer: Peer[Path]) -> Sample:
     """Do everything once with one peer and a fresh store; leave nothing behind.
 
     Raises:
@@ -135,7 +135,7 @@ def tiny_data(work: Path) -> tuple[Path, Path]:
     return made[0], made[1]
 
 
-def usable(peers: Sequence[Peer], report: Report, work: Path) -> list[Peer]:
+def usable(peers: Sequence[Peer[Path]], report: Report, work: Path) -> list[Peer[Path]]:
     """Try each peer on tiny data; return those that work, and report why the others do not.
 
     It also loads the programs into the page cache and lets Python compile what it imports.
@@ -162,7 +162,7 @@ def interleaved(rounds: int, names: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def measure_all(
-    setup: Setup, peers: Sequence[Peer], rounds: int, save: Callable[[Sample], None]
+    setup: Setup, peers: Sequence[Peer[Path]], rounds: int, save: Callable[[Sample], None]
 ) -> dict[str, str]:
     """Run all rounds and hand out each sample; return the peers that failed, with the reason.
 
@@ -218,7 +218,7 @@ def data_directories(options: argparse.Namespace) -> tuple[Path, Path]:
     return (data / "v1").resolve(), (data / "v2").resolve()
 
 
-def chosen(options: argparse.Namespace) -> list[Peer]:
+def chosen(options: argparse.Namespace) -> list[Peer[Path]]:
     """Return the peers that the command line names.
 
     Raises:

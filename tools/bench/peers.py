@@ -13,15 +13,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tools.bench.measure import CACHE, ROOT, Command, capture, first_line
 
 BENCH = Path(__file__).resolve().parent
 
+PlaceT_contra = TypeVar("PlaceT_contra", contravariant=True)
 
-class Peer(Protocol):
-    """A program that stores directories under names and gives them back."""
+
+class Peer(Protocol[PlaceT_contra]):
+    """A program that stores directories under names and gives them back.
+
+    What a place for a store is, a directory or a bucket, is the benchmark's.
+    """
 
     @property
     def name(self) -> str:
@@ -36,15 +41,15 @@ class Peer(Protocol):
         """Return the version of the program."""
         ...
 
-    def init(self, store: Path) -> Command | None:
-        """Return what makes a store in an empty directory, if anything has to."""
+    def init(self, store: PlaceT_contra, /) -> Command | None:
+        """Return what makes a store in an empty place, if anything has to."""
         ...
 
-    def push(self, source: Path, store: Path, ref: str) -> Command:
+    def push(self, source: Path, store: PlaceT_contra, ref: str, /) -> Command:
         """Return what stores a directory under a name."""
         ...
 
-    def restore(self, ref: str, store: Path, target: Path) -> Command:
+    def restore(self, ref: str, store: PlaceT_contra, target: Path, /) -> Command:
         """Prepare, untimed, and return what writes a stored directory to a new one."""
         ...
 
@@ -96,53 +101,79 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Restic:
-    """restic: encrypted, as it always is; compression auto; default packs and connections.
+class Installed:
+    """A peer that is one program of install_peers.sh."""
+
+    tool: Tool
+
+    def missing(self) -> str | None:
+        """Say why it cannot be measured here; None when it can."""
+        return self.tool.missing()
+
+
+@dataclass(frozen=True)
+class ResticProgram(Installed):
+    """restic, wherever its repository is: encrypted, as it always is; compression auto.
 
     `--no-scan` saves the pass that only feeds a progress bar. `--sparse` leaves holes for zeros on
     restore, which is faster here than the default and is what snapstore does. The key derivation
     costs about half a second a command and cannot be turned off.
     """
 
-    tool: Tool
     name: str = "restic"
-
-    def missing(self) -> str | None:
-        """Say why it cannot be measured here; None when it can."""
-        return self.tool.missing()
 
     def version(self) -> str:
         """Return the version of the program."""
         return first_line(capture(self.tool.path, "version"))
 
-    def init(self, store: Path) -> Command | None:
-        """Return what makes an encrypted repository with a trivial password."""
-        return self._command(store, "init")
+    def init_at(self, where: Sequence[str]) -> Command:
+        """Return what makes a repository with a trivial password."""
+        return self._command(where, "init")
 
-    def push(self, source: Path, store: Path, ref: str) -> Command:
+    def push_to(self, where: Sequence[str], source: Path, ref: str) -> Command:
         """Return a backup of `.`, so that the snapshot holds no absolute path."""
-        return self._command(store, "backup", "--no-scan", "--tag", slug(ref), ".", cwd=source)
+        return self._command(where, "backup", "--no-scan", "--tag", slug(ref), ".", cwd=source)
 
-    def restore(self, ref: str, store: Path, target: Path) -> Command:
+    def restore_from(self, where: Sequence[str], ref: str, target: Path) -> Command:
         """Return a restore of the snapshot that has this tag."""
         options = ("--tag", slug(ref), "--sparse", "--target", str(target))
-        return self._command(store, "restore", "latest", *options)
+        return self._command(where, "restore", "latest", *options)
 
-    def _command(self, store: Path, verb: str, *options: str, cwd: Path | None = None) -> Command:
-        cache = str(client_state(store))
-        where = ("--repo", str(store), "--cache-dir", cache, "--quiet")
-        return Command(("env", "RESTIC_PASSWORD=x", self.tool.path, verb, *where, *options), cwd)
+    def _command(
+        self, where: Sequence[str], verb: str, *options: str, cwd: Path | None = None
+    ) -> Command:
+        program = ("env", "RESTIC_PASSWORD=x", self.tool.path)
+        return Command((*program, verb, *where, "--quiet", *options), cwd)
 
 
 @dataclass(frozen=True)
-class Borg:
+class Restic(ResticProgram):
+    """restic in a directory; default packs and connections."""
+
+    def init(self, store: Path) -> Command | None:
+        """Return what makes a repository."""
+        return self.init_at(self._where(store))
+
+    def push(self, source: Path, store: Path, ref: str) -> Command:
+        """Return a backup."""
+        return self.push_to(self._where(store), source, ref)
+
+    def restore(self, ref: str, store: Path, target: Path) -> Command:
+        """Return a restore to a new directory."""
+        return self.restore_from(self._where(store), ref, target)
+
+    def _where(self, store: Path) -> tuple[str, ...]:
+        return ("--repo", str(store), "--cache-dir", str(client_state(store)))
+
+
+@dataclass(frozen=True)
+class Borg(Installed):
     """borg 1.4: no encryption; compression lz4, the default, or as its row says.
 
     `extract --sparse` leaves holes for zeros, which is no slower than the default here. The state
     of the client is kept beside the store, so that the second push has the caches of a user.
     """
 
-    tool: Tool
     compression: str = "lz4"
 
     @property
@@ -150,10 +181,6 @@ class Borg:
         """The name of its row."""
         setting = self.compression.replace(",", "-")
         return "borg" if setting == "lz4" else f"borg {setting}"
-
-    def missing(self) -> str | None:
-        """Say why it cannot be measured here; None when it can."""
-        return self.tool.missing()
 
     def version(self) -> str:
         """Return the version of the program."""
@@ -182,15 +209,10 @@ class Borg:
 
 
 @dataclass(frozen=True)
-class Casync:
+class Casync(Installed):
     """casync: every setting at its default (64 KiB chunks on average, zstd, holes for zeros)."""
 
-    tool: Tool
     name: str = "casync"
-
-    def missing(self) -> str | None:
-        """Say why it cannot be measured here; None when it can."""
-        return self.tool.missing()
 
     def version(self) -> str:
         """Return the version of the package; the program says `2` only."""
@@ -214,18 +236,13 @@ class Casync:
 
 
 @dataclass(frozen=True)
-class Desync:
+class Desync(Installed):
     """desync: casync's format from another hand, in parallel; every setting at its default.
 
     One pass with `tar -i`, which needs no intermediate archive.
     """
 
-    tool: Tool
     name: str = "desync"
-
-    def missing(self) -> str | None:
-        """Say why it cannot be measured here; None when it can."""
-        return self.tool.missing()
 
     def version(self) -> str:
         """Return the version of the package; the program tells none."""
@@ -325,15 +342,10 @@ class PlainCopy:
 
 
 @dataclass(frozen=True)
-class TarZstd:
+class TarZstd(Installed):
     """`tar | zstd -1 -T0`: the fastest level that is worth its bytes, on all cores."""
 
-    tool: Tool
     name: str = "tar+zstd -1"
-
-    def missing(self) -> str | None:
-        """Say why it cannot be measured here; None when it can."""
-        return self.tool.missing()
 
     def version(self) -> str:
         """Return the versions of both programs."""
@@ -402,7 +414,9 @@ class Snapstore:
         return Command((str(self.executable), verb, *arguments, *where))
 
 
-def all_peers(prefix: Path = CACHE, snapstore: Path = ROOT / ".venv/bin/snapstore") -> list[Peer]:
+def all_peers(
+    prefix: Path = CACHE, snapstore: Path = ROOT / ".venv/bin/snapstore"
+) -> list[Peer[Path]]:
     """Return every row of the comparison, present or not, in the order of the report."""
     maximal = ("--compression", "max")
     return [

@@ -6,10 +6,9 @@ variables, path-style addresses, and, where they have it, as many requests at on
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from tools.bench.measure import Command, capture, first_line
-from tools.bench.peers import Tool, slug
+from tools.bench.peers import Installed, Peer, ResticProgram, Tool, slug
 
 PARALLEL = 8
 
@@ -23,33 +22,7 @@ class Place:
     state: Path
 
 
-class S3Peer(Protocol):
-    """A program that stores directories in a bucket and gives them back."""
-
-    @property
-    def name(self) -> str:
-        """The name of its row."""
-        ...
-
-    def missing(self) -> str | None:
-        """Say why it cannot be measured here; None when it can."""
-        ...
-
-    def version(self) -> str:
-        """Return the version of the program."""
-        ...
-
-    def init(self, place: Place) -> Command | None:
-        """Return what makes a store in an empty bucket, if anything has to."""
-        ...
-
-    def push(self, source: Path, place: Place, ref: str) -> Command:
-        """Return what stores a directory under a name."""
-        ...
-
-    def restore(self, ref: str, place: Place, target: Path) -> Command:
-        """Return what writes a stored directory to a new one."""
-        ...
+S3Peer = Peer[Place]
 
 
 @dataclass(frozen=True)
@@ -85,15 +58,10 @@ class Snapstore:
 
 
 @dataclass(frozen=True)
-class Rclone:
+class Rclone(Installed):
     """rclone copy: plain files, tuned as its users do for large ones."""
 
-    tool: Tool
     name: str = "rclone"
-
-    def missing(self) -> str | None:
-        """Say why it cannot be measured here; None when it can."""
-        return self.tool.missing()
 
     def version(self) -> str:
         """Return the version of the program."""
@@ -128,15 +96,10 @@ class Rclone:
 
 
 @dataclass(frozen=True)
-class S5cmd:
+class S5cmd(Installed):
     """s5cmd cp: plain files, in parallel parts."""
 
-    tool: Tool
     name: str = "s5cmd"
-
-    def missing(self) -> str | None:
-        """Say why it cannot be measured here; None when it can."""
-        return self.tool.missing()
 
     def version(self) -> str:
         """Return the version of the program."""
@@ -162,44 +125,25 @@ class S5cmd:
 
 
 @dataclass(frozen=True)
-class ResticS3:
+class ResticS3(ResticProgram):
     """restic: as in the local benchmark, with as many connections as the others."""
 
-    tool: Tool
-    name: str = "restic"
-
-    def missing(self) -> str | None:
-        """Say why it cannot be measured here; None when it can."""
-        return self.tool.missing()
-
-    def version(self) -> str:
-        """Return the version of the program."""
-        return first_line(capture(self.tool.path, "version"))
-
     def init(self, place: Place) -> Command | None:
-        """Return what makes an encrypted repository with a trivial password."""
-        return self._command(place, "init")
+        """Return what makes a repository."""
+        return self.init_at(self._where(place))
 
     def push(self, source: Path, place: Place, ref: str) -> Command:
-        """Return a backup of `.`, so that the snapshot holds no absolute path."""
-        return self._command(place, "backup", "--no-scan", "--tag", slug(ref), ".", cwd=source)
+        """Return a backup."""
+        return self.push_to(self._where(place), source, ref)
 
     def restore(self, ref: str, place: Place, target: Path) -> Command:
-        """Return a restore of the snapshot that has this tag."""
-        options = ("--tag", slug(ref), "--sparse", "--target", str(target))
-        return self._command(place, "restore", "latest", *options)
+        """Return a restore to a new directory."""
+        return self.restore_from(self._where(place), ref, target)
 
-    def _command(self, place: Place, verb: str, *options: str, cwd: Path | None = None) -> Command:
-        where = (
-            "--repo",
-            f"s3:{place.endpoint}/{place.bucket}",
-            "--cache-dir",
-            str(place.state),
-            "-o",
-            f"s3.connections={PARALLEL}",
-            "--quiet",
-        )
-        return Command(("env", "RESTIC_PASSWORD=x", self.tool.path, verb, *where, *options), cwd)
+    def _where(self, place: Place) -> tuple[str, ...]:
+        repository = f"s3:{place.endpoint}/{place.bucket}"
+        state = ("--cache-dir", str(place.state))
+        return ("--repo", repository, *state, "-o", f"s3.connections={PARALLEL}")
 
 
 def all_s3_peers(prefix: Path, program: Path) -> list[S3Peer]:

@@ -51,6 +51,7 @@ class Run:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder = folder
         self.options = options
+        self._began = time.monotonic()
         self.control = folder / "control"
         self.result: dict[str, object] = {"gib": options.gib, "devices": options.devices}
         self.config = dataclasses.replace(
@@ -138,6 +139,7 @@ class Run:
             Restoration(store, request, self.config) as restoration,
         ):
             restoration.start()
+            self.tell("it runs again")
             started_s = time.perf_counter() - began
             resumed_s = float(self.ask("resume"))
             outputs = self.ask("outputs")
@@ -146,12 +148,18 @@ class Run:
             done = restoration.release()
         return {
             "outputs": json.loads(outputs),
+            "used_bytes": _used_bytes(),
             "started_s": started_s,
             "resume_s": resumed_s,
             "answered_s": answered_s,
             "external_gb_s": done.external_bytes / answered_s / 1e9,
             **done.document(),
         }
+
+    def tell(self, what: str) -> None:
+        """Say how far it is, for whoever ends it before it has ended."""
+        seconds = time.monotonic() - self._began
+        print(f"{seconds:.1f} s: {what}", file=sys.stderr, flush=True)
 
     def run(self) -> bool:
         """Do all of it; tells whether everything was the same."""
@@ -165,18 +173,26 @@ class Run:
             MemoryBroker(self.folder / "memory.sock") as broker,
             self.workload(self.folder / "memory.sock") as process,
         ):
+            self.tell("the workload is ready")
             result["workload"] = json.loads(self.ask("facts"))
             before, weights = json.loads(self.ask("outputs")), self.ask("weights")
             result["outputs"] = before
+            self.tell("it has computed")
             result["capture"] = self.take(broker, process.pid, stop=False)
+            self.tell("it is captured")
             result["source_resume_s"] = float(self.ask("resume"))
             source_same = json.loads(self.ask("outputs")) == before
             result["source_outputs_same"] = source_same
             result["capture_again_and_stop"] = self.take(broker, process.pid, stop=True)
+            self.tell("it is captured again, and stopped")
             process.wait()
             self.control.unlink()
+            taken = self._take_first_gpu() if self.options.move else None
             began = time.perf_counter()
             restored = self.bring_back(broker, began)
+            self.tell("it is restored and has computed")
+            if taken is not None:
+                driver.release_memory(taken)
             result["restore"] = restored
             result["restored_outputs_same"] = restored["outputs"] == before
             result["restored_weights_same"] = self.ask("weights") == weights
@@ -185,11 +201,29 @@ class Run:
         result["ok"] = all(same)
         return all(same)
 
+    def _take_first_gpu(self) -> int:
+        """Leave a GiB of the first GPU, so that the restore has to go to another one."""
+        driver = load_driver()
+        with driver.open(0) as gpu:
+            free, _ = gpu.memory_info()
+        unit = driver.granularity(0)
+        return driver.create_memory(0, (free - (1 << 30)) // unit * unit)
+
     def _kill(self, restored: dict[str, object]) -> None:
         root = restored["root_pid"]
         assert isinstance(root, int), "of the restored tree"
         with contextlib.suppress(ProcessLookupError):
             os.kill(root, 9)
+
+
+def _used_bytes() -> list[int]:
+    """Say how much of each GPU is used, by everybody, a context of this process included."""
+    driver, found = load_driver(), []
+    for device in driver.devices:
+        with driver.open(device.ordinal) as gpu:
+            free, total = gpu.memory_info()
+            found.append(total - free)
+    return found
 
 
 def main() -> int:
@@ -200,6 +234,7 @@ def main() -> int:
     parser.add_argument("--store", help="URL of a store; by default a folder in /dev/shm")
     parser.add_argument("--memory", type=int, default=4096, help="MiB for the store")
     parser.add_argument("--eager", action="store_true", help="fill before the processes run")
+    parser.add_argument("--move", action="store_true", help="restore onto another GPU")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="external-", dir="/dev/shm") as folder:
         run = Run(Path(folder), options)

@@ -6,6 +6,9 @@ all of it through the driver; `change` writes to some.
 
 import ctypes
 import hashlib
+import mmap
+import os
+import socket
 import sys
 
 import numpy as np
@@ -17,9 +20,34 @@ MIB = 1 << 20
 SMALL = (1, 511, 4097, 100_001, 1 << 20)
 
 
+class ZeroingChild:
+    """A child that has zeros where its parent has data: what it lacks in an image is no data."""
+
+    def __init__(self) -> None:
+        self.shared = mmap.mmap(-1, 8 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.data = b"x" * (8 * MIB)
+        self.shared[:] = self.data
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            ours.close()
+            self.shared[MIB : 5 * MIB] = bytes(4 * MIB)
+            self.data = self.shared[:]
+            while theirs.recv(1):
+                theirs.sendall(b"y" if self.shared[:] == self.data else b"n")
+            os._exit(0)
+        theirs.close()
+        self.channel = ours
+
+    def is_right(self) -> bool:
+        self.channel.sendall(b"?")
+        return self.channel.recv(1) == b"y" and self.shared[:] == self.data
+
+
 class GpuWorkload:
-    def __init__(self, socket: str, mib: int) -> None:
-        self.memory = DeviceMemory(socket, region_bytes=8 * MIB)
+    def __init__(self, path: str, mib: int) -> None:
+        # Before anything of CUDA is there.
+        self.child = ZeroingChild()
+        self.memory = DeviceMemory(path, region_bytes=8 * MIB)
         self.cuda = libcuda.load_libcuda()
         context = ctypes.c_void_p()
         self.cuda.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
@@ -81,6 +109,9 @@ class GpuWorkload:
         self.write(more.address, b"M" * (3 * MIB))
         self.blocks.append(more)
         return "changed"
+
+    def zeros(self) -> str:
+        return "right" if self.child.is_right() else "wrong"
 
     def touch(self) -> str:
         return self.read(self.blocks[0].address, 1).hex()
