@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from snapagent.gpu.arena import SLOT_BYTES, PinnedArena
-from snapagent.gpu.capturing import GpuCapture
+from snapagent.gpu.capturing import CaptureReport, GpuCapture
 from snapagent.gpu.hashing import PieceHasher
 from snapagent.gpu.kernels import KernelsUnavailable, load_kernels
 from snapagent.gpu.registered import RegisteredFiles
-from snapagent.gpu.stream import GpuStream
+from snapagent.gpu.stream import GpuStream, StreamReport
 
 if TYPE_CHECKING:
     from snapagent.gpu.driver import Driver, Gpu
@@ -75,6 +75,8 @@ class GpuEngine:
         without_kernels: Why there are none.
         stream: Fills its memory.
         capture: Stores its memory.
+        last_fill: What the last fill did, and which step was its bottleneck.
+        last_capture: What storing the last region did.
     """
 
     def __init__(self, driver: Driver, ordinal: int, settings: GpuSettings) -> None:
@@ -85,6 +87,8 @@ class GpuEngine:
         """
         count = len(driver.devices)
         self.without_kernels = ""
+        self.last_fill: StreamReport | None = None
+        self.last_capture: CaptureReport | None = None
         with contextlib.ExitStack() as stack:
             self.gpu = stack.enter_context(driver.open(ordinal))
             arena = stack.enter_context(PinnedArena(self.gpu, slots=settings.slots_for(count)))
