@@ -23,6 +23,7 @@ import xxhash
 from blake3 import blake3
 
 from snapstore.chunking.base import Analysis, Cut, Cutter
+from snapstore.chunking.grid import GridCutter
 from snapstore.chunking.texture import textures
 from snapstore.compression import EncodedFrame, encode_frame
 from snapstore.errors import OutOfSpace
@@ -328,7 +329,8 @@ class Ingest:
         fresh = np.flatnonzero(new & (first == np.arange(len(first))))
         # Only of what is new: for known chunks nobody asks.
         pitch_bytes = job.stream.cutter.texture_pitch_bytes
-        if self._compression is Compression.NONE:
+        if self._compression is Compression.NONE and isinstance(job.stream.cutter, GridCutter):
+            # Read as a whole and never page by page, so the longest frames are the best.
             found = np.zeros(len(fresh), np.uint8)
         else:
             found = textures(job.data, starts[fresh], ends[fresh], pitch_bytes=pitch_bytes)
