@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from snapagent.gpu.arena import SLOT_BYTES, PinnedArena
-from snapagent.gpu.capturing import GpuCapture
+from snapagent.gpu.capturing import CaptureReport, GpuCapture
 from snapagent.gpu.hashing import PieceHasher
 from snapagent.gpu.kernels import KernelsUnavailable, load_kernels
 from snapagent.gpu.registered import RegisteredFiles
-from snapagent.gpu.stream import GpuStream
+from snapagent.gpu.stream import GpuStream, StreamReport
 
 if TYPE_CHECKING:
     from snapagent.gpu.driver import Driver, Gpu
@@ -34,7 +34,8 @@ class GpuSettings:
     """How memory of GPUs is filled and stored.
 
     Attributes:
-        workers: Threads for each GPU; 0 means its share of the usable cores, 16 at most.
+        workers: Threads for each GPU; 0 means its share of the usable cores, at most 16 for one GPU
+            and 8 for each of several, which more would only push out of the processor's cache.
         pinned_bytes: Page-locked memory for each GPU; 0 means two slots of 4 MiB for each thread.
         part_bytes: How much of a raw frame is read at a time; 0 for what suits the number of GPUs.
         registered_bytes: How much of a node cache may be page-locked, for all GPUs together.
@@ -56,7 +57,8 @@ class GpuSettings:
     def workers_for(self, gpus: int) -> int:
         """How many threads each of so many GPUs has."""
         cores = len(os.sched_getaffinity(0))
-        return self.workers or max(2, min(_WORKERS_MAX, cores // max(gpus, 1)))
+        most = _WORKERS_MAX if gpus <= 1 else _WORKERS_MAX // 2
+        return self.workers or max(2, min(most, cores // max(gpus, 1)))
 
     def slots_for(self, gpus: int) -> int:
         """How many slots each of so many GPUs has."""
@@ -73,6 +75,8 @@ class GpuEngine:
         without_kernels: Why there are none.
         stream: Fills its memory.
         capture: Stores its memory.
+        last_fill: What the last fill did, and which step was its bottleneck.
+        last_capture: What storing the last region did.
     """
 
     def __init__(self, driver: Driver, ordinal: int, settings: GpuSettings) -> None:
@@ -83,6 +87,8 @@ class GpuEngine:
         """
         count = len(driver.devices)
         self.without_kernels = ""
+        self.last_fill: StreamReport | None = None
+        self.last_capture: CaptureReport | None = None
         with contextlib.ExitStack() as stack:
             self.gpu = stack.enter_context(driver.open(ordinal))
             arena = stack.enter_context(PinnedArena(self.gpu, slots=settings.slots_for(count)))

@@ -83,7 +83,7 @@ class StreamingDeviceIO:
                     lent = self._engines.registered.lend(kept, self._engine.gpu)
                     source = stack.enter_context(lent)
                 targets.append(StreamTarget(one.file.entry.rank, one.file, address, source))
-            self._engine.stream.fill(
+            self._engine.last_fill = self._engine.stream.fill(
                 targets,
                 stop=stop,
                 target_done=lambda number: region_done(work[number]),
@@ -94,7 +94,9 @@ class StreamingDeviceIO:
         """Store a region; see `DeviceIO`."""
         with self._engine.gpu.mapped(region.fd, region.length) as address:
             try:
-                self._engine.capture.store(address, region.length, file, stop=stop)
+                self._engine.last_capture = self._engine.capture.store(
+                    address, region.length, file, stop=stop
+                )
             except Interrupted:
                 if not stop.is_set():
                     raise

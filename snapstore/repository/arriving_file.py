@@ -17,12 +17,13 @@ import numpy as np
 
 from snapstore.backend.direct import page_aligned
 from snapstore.chunking.parts import PART_BYTES_MIN, divide
-from snapstore.errors import UsageError
+from snapstore.errors import Interrupted, UsageError
 from snapstore.fstree import show_path
 from snapstore.repository.file_streams import SMALL_FILE_BYTES
 from snapstore.repository.hashed_chunks import (
     ASKED_ROWS,
     HashedChunks,
+    LoadFrame,
     check_hashed,
     divide_hashed,
 )
@@ -32,6 +33,7 @@ from snapstore.units import KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from snapstore.chunking.base import Before
     from snapstore.repository.hashed_chunks import HashedWindow
@@ -52,6 +54,9 @@ __all__ = [
 
 HELD_BYTES_MIN = PART_BYTES_MIN + 4 * KIB
 """What a file that is open may always collect: more than a small file has."""
+
+_STORED_ROWS = 1024
+"""Chunks handed to the pipeline at a time: what others hand to it waits no longer than that."""
 
 _HELD_BYTES_MAX = 1 * MIB
 """Beyond this, copying costs more than the waiting saves."""
@@ -121,6 +126,36 @@ class HashedTotals:
 
     bytes: int = 0
     loaded_bytes: int = 0
+
+
+class _Loads:
+    """Counts what is loaded, and sees that nothing is any more. Thread-safe."""
+
+    def __init__(self, load: Callable[[int, int, memoryview], None]) -> None:
+        self._load = load
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._is_closed = False
+        self.bytes = 0
+
+    def __call__(self, offset: int, length: int, into: memoryview) -> None:
+        with self._changed:
+            if self._is_closed:
+                raise Interrupted("the file is not written any more")
+            self._under_way += 1
+        try:
+            self._load(offset, length, into)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self.bytes += length
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what is under way."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._under_way)
 
 
 class FileWriter:
@@ -224,9 +259,9 @@ class FileWriter:
             chunks: What follows in the file.
             load: Called with an offset in the file, a length and a buffer of that length, which it
                 fills; on several threads at once.
-            check_all: Without it one chunk of each 12 MiB is hashed again, which finds out whoever
-                hashes wrongly, and not who has one chunk wrong: a reader with strong integrity
-                refuses that one, in this snapshot and in all that share it.
+            check_all: Without it one chunk of each 4 to 12 MiB is hashed again, which finds out
+                whoever hashes wrongly, and not who has one chunk wrong: a reader with strong
+                integrity refuses that one, in this snapshot and in all that share it.
 
         Raises:
             UsageError: They cannot be chunks, the file is closed, or bytes of it came otherwise.
@@ -253,6 +288,8 @@ class FileWriter:
         *,
         check_all: bool,
     ) -> HashedTotals:
+        if self._landing.feed.stores_hashed:
+            return self._store_hashed(stream, chunks, load, check_all=check_all)
         loading: list[IngestJob] = []
         try:
             divide = functools.partial(divide_hashed, load=load, check_all=check_all)
@@ -262,6 +299,34 @@ class FileWriter:
             wait([job.analysis for job in loading])
         for job in loading:
             job.analysis.result()
+        return totals
+
+    def _store_hashed(
+        self,
+        stream: IngestStream,
+        chunks: HashedChunks,
+        load: Callable[[int, int, memoryview], None],
+        *,
+        check_all: bool,
+    ) -> HashedTotals:
+        totals = HashedTotals()
+        loading: list[Future[None]] = []
+        loads = _Loads(load)
+        try:
+            for begin in range(0, len(chunks.lengths), _STORED_ROWS):
+                rows = slice(begin, begin + _STORED_ROWS)
+                some = HashedChunks(chunks.lengths[rows], chunks.ids[rows], chunks.zeros[rows])
+                frame = LoadFrame(loads, self._offset, check_all=check_all)
+                loading += self._landing.feed.store_hashed(stream, some, frame)
+                size = int(some.lengths.sum())
+                self._offset += size
+                totals.bytes += size
+            for one in loading:
+                one.result()
+        finally:
+            # Whatever went wrong, nothing may be loaded any more when this returns.
+            loads.close()
+        totals.loaded_bytes = loads.bytes
         return totals
 
     def _submit_hashed(

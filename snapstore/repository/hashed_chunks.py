@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from blake3 import blake3
 
 from snapstore.chunking.base import Cut
@@ -27,7 +28,15 @@ if TYPE_CHECKING:
     from snapstore.repository.frames import Numbers
     from snapstore.repository.windows import ByteArray
 
-__all__ = ["ASKED_ROWS", "Answer", "HashedChunks", "HashedWindow", "check_hashed", "divide_hashed"]
+__all__ = [
+    "ASKED_ROWS",
+    "Answer",
+    "HashedChunks",
+    "HashedWindow",
+    "LoadFrame",
+    "check_hashed",
+    "divide_hashed",
+]
 
 ASKED_ROWS = 4096
 """Asked at once: so many that asking costs nothing each, too few to hold others up."""
@@ -112,14 +121,53 @@ class HashedWindow:
         starts, ends = self.cut.starts[chunk], self.cut.ends[chunk]
         rows = np.flatnonzero(self.answer.needed).tolist()
         for row in rows if self.check_all else rows[:1]:
-            data = buffer[int(starts[row]) : int(ends[row])].data
-            found, wanted = blake3(data).digest(), bytes(self.ids[row])
-            if found != wanted:
-                raise DigestMismatch(
-                    f"{len(data)} bytes came as chunk {ChunkId(found).short} that had been hashed "
-                    f"as {ChunkId(wanted).short}",
-                    next_step="nothing may change the memory while it is captured: capture again",
-                )
+            _check(buffer[int(starts[row]) : int(ends[row])].data, bytes(self.ids[row]))
+
+
+def _check(data: memoryview, wanted: bytes) -> None:
+    found = blake3(data).digest()
+    if found != wanted:
+        raise DigestMismatch(
+            f"{len(data)} bytes came as chunk {ChunkId(found).short} that had been hashed "
+            f"as {ChunkId(wanted).short}",
+            next_step="nothing may change the memory while it is captured: capture again",
+        )
+
+
+class LoadFrame:
+    """Loads the chunks of a frame into the place where it will be stored. Thread-safe."""
+
+    def __init__(
+        self, load: Callable[[int, int, memoryview], None], base: int, *, check_all: bool
+    ) -> None:
+        """Prepare.
+
+        Args:
+            load: Gets an offset in the file, a length and a buffer of that length.
+            base: Where in the file the spans of frames are counted from.
+            check_all: Whether all chunks are hashed again, or the first of each frame.
+        """
+        self._load = load
+        self._base = base
+        self._check_all = check_all
+
+    def __call__(self, spans: list[tuple[int, int]], chunks: Rows, into: memoryview) -> bytes:
+        """Load a frame and return its checksum.
+
+        Raises:
+            DigestMismatch: What was loaded is not what was hashed.
+        """
+        done = 0
+        for begin, end in spans:
+            with into[done : done + end - begin] as part:
+                self._load(self._base + begin, end - begin, part)
+            done += end - begin
+        at = 0
+        for wanted, length in chunks.tolist() if self._check_all else chunks[:1].tolist():
+            with into[at : at + length] as part:
+                _check(part, bytes(wanted))
+            at += length
+        return xxhash.xxh3_128_digest(into)
 
 
 def check_hashed(chunks: HashedChunks) -> None:
@@ -170,7 +218,7 @@ def divide_hashed(
         ends = np.cumsum(lengths)
         window = HashedWindow(
             length=int(ends[-1]),
-            cut=_joined(ends - lengths, ends, chunks.zeros[some]),
+            cut=join_zeros(ends - lengths, ends, chunks.zeros[some]),
             ids=np.ascontiguousarray(chunks.ids[some][~chunks.zeros[some]]).view("V32").reshape(-1),
             answer=answer.part(data),
             spans=_spans(ends - lengths, ends, needed[some]),
@@ -202,7 +250,8 @@ def _runs(lengths: Numbers, needed: Mask) -> Iterator[tuple[int, int]]:
         yield first, len(listed)
 
 
-def _joined(starts: Numbers, ends: Numbers, zeros: Mask) -> Cut:
+def join_zeros(starts: Numbers, ends: Numbers, zeros: Mask) -> Cut:
+    """Make pieces of chunks, of neighbouring zeros one."""
     first = np.ones(len(starts), np.bool_)
     first[1:] = ~(zeros[1:] & zeros[:-1])
     last = np.append(first[1:], np.True_)

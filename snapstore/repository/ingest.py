@@ -23,6 +23,7 @@ import xxhash
 from blake3 import blake3
 
 from snapstore.chunking.base import Analysis, Cut, Cutter
+from snapstore.chunking.grid import GridCutter
 from snapstore.chunking.texture import textures
 from snapstore.compression import EncodedFrame, encode_frame
 from snapstore.errors import OutOfSpace
@@ -31,7 +32,7 @@ from snapstore.format.tables import U64, Rows, id_words
 from snapstore.options import Compression
 from snapstore.repository.catalog import MISSING, Catalog
 from snapstore.repository.frame_plan import FramePlan, plan_frames
-from snapstore.repository.hashed_chunks import Answer
+from snapstore.repository.hashed_chunks import Answer, join_zeros
 from snapstore.repository.layouts import ZERO_FRAME
 from snapstore.repository.locality import Locality
 from snapstore.repository.rank_builder import Pieces, RankBuilder
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from snapstore.repository.buffers import BufferPool
     from snapstore.repository.frames import FrameTable, Numbers
-    from snapstore.repository.hashed_chunks import HashedChunks, HashedWindow
+    from snapstore.repository.hashed_chunks import HashedChunks, HashedWindow, LoadFrame
     from snapstore.repository.packer import Packer
 
 __all__ = [
@@ -201,6 +202,55 @@ class Ingest:
         first = _first_occurrences(words) == np.arange(len(words))
         return Answer(known, places.frames, places.offsets, ~known & first, again)
 
+    @property
+    def stores_hashed(self) -> bool:
+        """Whether `store_hashed` can be used: nothing is coded, and there are threads for it."""
+        return self._compression is Compression.NONE and self._packer.can_fill
+
+    def store_hashed(
+        self, stream: IngestStream, chunks: HashedChunks, load: LoadFrame
+    ) -> list[Future[None]]:
+        """Store chunks that were hashed elsewhere, straight into packs.
+
+        What they lack is loaded by workers; what is returned is done when that is. No window of the
+        stream may be under way.
+        """
+        answer = self.ask(chunks)
+        data = ~chunks.zeros
+        ends = np.cumsum(chunks.lengths)
+        starts, stops, lengths = (ends - chunks.lengths)[data], ends[data], chunks.lengths[data]
+        ids = np.ascontiguousarray(chunks.ids[data]).view("V32").reshape(-1)
+        words = id_words(ids)
+        frames, offsets = answer.frames.copy(), answer.offsets.copy()
+        fresh = np.flatnonzero(answer.needed)
+        plans = plan_frames(fresh, starts, stops, np.zeros(len(fresh), np.uint8))
+        loading = []
+        sizes = np.array([plan.length for plan in plans], np.uint32)
+        for number, plan in enumerate(plans, self._frames.reserve_frames(sizes)):
+            frames[plan.rows] = number
+            offsets[plan.rows] = np.cumsum(lengths[plan.rows]) - lengths[plan.rows]
+            rows = np.zeros(len(plan.rows), pack_format.CHUNK_DTYPE)
+            rows["id"], rows["length"] = ids[plan.rows], lengths[plan.rows]
+            fill = functools.partial(load, plan.spans, rows)
+            loading.append(self._packer.append_filled(number, plan.length, rows, fill))
+        self._catalog.add(
+            words[fresh],
+            frames[fresh],
+            offsets[fresh].astype(np.uint32),
+            lengths[fresh].astype(np.uint32),
+        )
+        repeated = np.flatnonzero(~answer.known & ~answer.needed)
+        first = _first_occurrences(words)[repeated]
+        frames[repeated], offsets[repeated] = frames[first], offsets[first]
+        cut = join_zeros(ends - chunks.lengths, ends, chunks.zeros)
+        self._count(lengths, fresh)
+        self.totals.rewritten_bytes += int(lengths[answer.again & answer.needed].sum())
+        self.totals.logical_bytes += int(chunks.lengths.sum())
+        self.totals.zero_bytes += int(chunks.lengths[chunks.zeros].sum())
+        stream.builder.add_pieces(stream.number, _pieces(cut, ~cut.zero, ids, frames, offsets))
+        self._progress(int(chunks.lengths.sum()))
+        return loading
+
     def accept(self, job: IngestJob) -> None:
         """Take a window that was prepared; its buffer goes back to the pool when it is done."""
         self._analysing.append(job)
@@ -279,7 +329,8 @@ class Ingest:
         fresh = np.flatnonzero(new & (first == np.arange(len(first))))
         # Only of what is new: for known chunks nobody asks.
         pitch_bytes = job.stream.cutter.texture_pitch_bytes
-        if self._compression is Compression.NONE:
+        if self._compression is Compression.NONE and isinstance(job.stream.cutter, GridCutter):
+            # Read as a whole and never page by page, so the longest frames are the best.
             found = np.zeros(len(fresh), np.uint8)
         else:
             found = textures(job.data, starts[fresh], ends[fresh], pitch_bytes=pitch_bytes)

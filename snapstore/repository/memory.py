@@ -126,8 +126,8 @@ class MemoryPlan:
 def _packs_in_flight(options: StoreOptions) -> int:
     """One that is filled, and as many that are hashed and stored at a time as keep up with that.
 
-    A thread hashes and writes about a gigabyte a second into new memory of a file system, where
+    A thread hashes and writes half a gigabyte a second into new pages of a file system, where
     workers hand over several.
     """
     affordable = options.memory_bytes // _PACK_SHARE // PACK_BYTES
-    return max(2, min(1 + options.threads_effective // 2, affordable))
+    return max(2, min(1 + options.threads_effective, affordable))

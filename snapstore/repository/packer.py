@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.compression import Codec
 from snapstore.errors import ObjectExists
 from snapstore.format import index as index_format
 from snapstore.format import limits
@@ -67,6 +69,10 @@ class _OpenPack:
     numbers: list[int]
     copying: list[Future[None]] = dataclasses.field(default_factory=list)
     """Frames on their way into the buffer."""
+    checksums: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    """Those that were known only then, by row of the frame."""
+    placed_later: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """The rows of these frames, and their numbers in the frame table."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ class _SealedPack:
         part: The rows of its index.
         index: The name of that.
         index_bytes: Length of that.
+        placed_later: See `_OpenPack`.
     """
 
     number: int
@@ -97,6 +104,7 @@ class _SealedPack:
     part: _IndexPart
     index: Digest
     index_bytes: int
+    placed_later: list[tuple[int, int]]
 
 
 class Packer:
@@ -191,6 +199,52 @@ class Packer:
         self.totals.chunks += len(chunks)
         return copying
 
+    @property
+    def can_fill(self) -> bool:
+        """Whether others can fill frames, as `append_filled` wants it."""
+        return self._copiers is not None
+
+    def append_filled(
+        self, number: int, length: int, chunks: Rows, fill: Callable[[memoryview], bytes]
+    ) -> Future[None]:
+        """Put a raw frame into the current pack that another thread fills there.
+
+        Args:
+            number: The frame's reserved number in the frame table.
+            length: Its bytes.
+            chunks: What it holds, rows of the pack's `CHUNK_DTYPE`.
+            fill: Fills all of a buffer and returns the XXH3-128 of it.
+
+        Returns:
+            Done when it is filled; what `fill` raises is raised by a later call as well.
+        """
+        assert self._copiers is not None, "asked before"
+        self._reap(wait=False)
+        pack = self._room_for(length, len(chunks))
+        offset = pack.used
+        pack.used = align_up(offset + length, limits.ALIGNMENT_FRAME_BYTES)
+        frame_row = len(pack.frames)
+        row = np.zeros(1, pack_format.FRAME_DTYPE)
+        row["offset"], row["stored_length"], row["plain_length"] = offset, length, length
+        row["first_chunk"], row["chunk_count"] = len(pack.chunks), len(chunks)
+        row["codec"] = int(Codec.RAW)
+        pack.frames.extend(row)
+        pack.chunks.extend(chunks)
+        pack.placed_later.append((frame_row, number))
+        room = pack.buffer[offset : pack.used]
+
+        def work() -> None:
+            pack.checksums[frame_row] = fill(room[:length].data)
+            room[length:] = 0
+
+        filling = self._copiers.submit(work)
+        pack.copying.append(filling)
+        codec = Codec.RAW.name.lower()
+        self.totals.coded_bytes[codec] = self.totals.coded_bytes.get(codec, 0) + length
+        self.totals.frames += 1
+        self.totals.chunks += len(chunks)
+        return filling
+
     def finish(self) -> None:
         """Store what is open, wait for all, and merge the indexes written here into one."""
         self._seal_open()
@@ -234,8 +288,12 @@ class Packer:
     def _store(self, pack: _OpenPack) -> _SealedPack:
         """Hash and store a full pack, then its index; on a thread of the packer's own."""
         try:
+            # All of them first: nobody may write to the buffer any more when others get it.
+            wait_for(pack.copying)
             for copying in pack.copying:
                 copying.result()
+            for row, checksum in pack.checksums.items():
+                pack.frames.rows["checksum"][row] = checksum
             body = pack.buffer[: pack.used]
             footer = pack_format.encode_footer(pack.frames.rows, pack.chunks.rows, offset=pack.used)
             pack_id = _hash_pack(body, footer)
@@ -254,7 +312,9 @@ class Packer:
         length = pack.used + len(footer)
         part = _index_part(pack, pack_id, length)
         index, index_bytes = self._put_index(part)
-        return _SealedPack(pack.number, pack_id, length, part, index, index_bytes)
+        return _SealedPack(
+            pack.number, pack_id, length, part, index, index_bytes, pack.placed_later
+        )
 
     def _keep_part(self, sealed: _SealedPack) -> None:
         """Keep the rows of an index to be merged with others, unless there are too many."""
@@ -305,6 +365,10 @@ class Packer:
         while self._sealing and (wait or self._sealing[0].done()):
             sealed = self._sealing.pop(0).result()
             self._frames.seal_pack(sealed.number, sealed.id, sealed.length)
+            for row, number in sealed.placed_later:
+                placed = sealed.part.frames[row : row + 1].copy()
+                placed["pack"] = sealed.number
+                self._frames.place_frame(number, placed)
             self._keep_part(sealed)
             self.totals.packs += 1
             self.totals.pack_bytes += sealed.length

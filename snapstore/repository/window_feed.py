@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from snapstore.errors import Interrupted
 
@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snapstore.repository.buffers import BufferPool
-    from snapstore.repository.hashed_chunks import Answer, HashedChunks
+    from snapstore.repository.hashed_chunks import Answer, HashedChunks, LoadFrame
     from snapstore.repository.ingest import Ingest, IngestJob, IngestStream
     from snapstore.repository.memory import MemoryPlan
     from snapstore.repository.windows import ByteArray, Window
 
 __all__ = ["WindowFeed"]
+
+_Answer = TypeVar("_Answer")
 
 _RENEW_S = 60.0
 """How often the lease is looked at while nothing arrives."""
@@ -48,7 +50,7 @@ class WindowFeed:
         self._renew = renew
         self._lock = threading.Lock()
         self._inbox: list[IngestJob] = []
-        self._questions: list[tuple[HashedChunks, Future[Answer]]] = []
+        self._questions: list[tuple[Callable[[], None], Future[Any]]] = []
         self._wake: Future[None] = Future()
         self._error: BaseException | None = None
         self._ended = False
@@ -109,16 +111,38 @@ class WindowFeed:
         Raises:
             SnapError: The pipeline failed or was stopped.
         """
-        answer: Future[Answer] = Future()
+        return self._call(lambda: self._ingest.ask(chunks))
+
+    def _call(self, question: Callable[[], _Answer]) -> _Answer:
+        answer: Future[_Answer] = Future()
+
+        def find() -> None:
+            answer.set_result(question())
+
         with self._lock:
             self._raise_error()
-            self._questions.append((chunks, answer))
+            self._questions.append((find, answer))
             self._wake_up()
         try:
             return answer.result()
         except CancelledError:
             self.check()
             raise
+
+    @property
+    def stores_hashed(self) -> bool:
+        """See `Ingest.stores_hashed`."""
+        return self._ingest.stores_hashed
+
+    def store_hashed(
+        self, stream: IngestStream, chunks: HashedChunks, load: LoadFrame
+    ) -> list[Future[None]]:
+        """Let the pipeline store chunks, on its thread; waits until all of it is under way.
+
+        Raises:
+            SnapError: The pipeline failed or was stopped.
+        """
+        return self._call(lambda: self._ingest.store_hashed(stream, chunks, load))
 
     def check(self) -> None:
         """Raise what went wrong, if anything did."""
@@ -192,14 +216,13 @@ class WindowFeed:
         self._renew()
         return True
 
-    def _answer(self, questions: list[tuple[HashedChunks, Future[Answer]]]) -> None:
-        for number, (chunks, answer) in enumerate(questions):
+    def _answer(self, questions: list[tuple[Callable[[], None], Future[Any]]]) -> None:
+        for number, (find, _) in enumerate(questions):
             try:
-                found = self._ingest.ask(chunks)
+                find()
             except BaseException as error:
                 # Before anybody is woken, who then is to be told why.
                 self.stop(error)
                 for _, unanswered in questions[number:]:
                     unanswered.cancel()
                 raise
-            answer.set_result(found)

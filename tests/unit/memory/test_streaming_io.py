@@ -111,6 +111,9 @@ def test_there_and_back_on_another_gpu(driver: Driver, engines: GpuEngines, stor
         other.close()
         with driver.open(1) as gpu:
             assert (get(gpu, target) == data).all()
+        report = engines.of(gpu).last_fill
+    assert report is not None
+    assert (report.bytes, report.zero_bytes) == (5 * MIB, 3 * MIB)
     assert done == work
     assert sum(arrived) == 5 * MIB
 

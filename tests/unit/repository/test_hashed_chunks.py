@@ -8,7 +8,7 @@ import pytest
 from blake3 import blake3
 
 import snapstore
-from snapstore import HashedChunks, HashedTotals, PushResult, Store, StoreOptions
+from snapstore import Compression, HashedChunks, HashedTotals, PushResult, Store, StoreOptions
 from snapstore.errors import DigestMismatch, RefNotFound, UsageError
 from snapstore.units import KIB, MIB
 from tests.support.samples import bf16, random_bytes
@@ -19,9 +19,13 @@ CHUNK = 256 * KIB
 _memory = memory_stores()
 
 
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with snapstore.init_store(next(_memory), StoreOptions(threads=2)) as opened:
+@pytest.fixture(params=["by windows", "straight into packs"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """A store of either way: with codecs, or with none and threads enough."""
+    options = StoreOptions(threads=2)
+    if request.param != "by windows":
+        options = StoreOptions(threads=4, compression=Compression.NONE)
+    with snapstore.init_store(next(_memory), options) as opened:
         yield opened
 
 
