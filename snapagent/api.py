@@ -180,13 +180,17 @@ class CaptureDone(_Answer, frozen=True):
     total_s: float
     page_bytes: int
     cuda_checkpoint_s: float | None
+    external_bytes: int
     ingest: dict[str, int]
     stored_bytes: int
     warnings: list[str]
 
 
 class RestoreDone(_Answer, frozen=True):
-    """What a restore did; times in seconds from when it was begun."""
+    """What a restore did; times in seconds from when it was begun.
+
+    `external_s` is when all external memory was there, if there is any.
+    """
 
     name: str
     snapshot: str
@@ -200,6 +204,8 @@ class RestoreDone(_Answer, frozen=True):
     total_s: float
     eager_bytes: int
     shared_bytes: int
+    external_bytes: int
+    external_s: float | None
     lazy: dict[str, int | float | None]
     bottleneck: str
 
@@ -329,9 +335,13 @@ class HistoryAnswer(_Answer, frozen=True):
 
 
 class Health(_Answer, frozen=True):
-    """Whether jobs are taken; the status is 503 if not."""
+    """Whether jobs are taken; the status is 503 if not.
+
+    `memory_is_held` is false while released external memory would be lost with the daemon.
+    """
 
     healthy: bool
+    memory_is_held: bool | None
 
 
 class Found(_Answer, frozen=True):
@@ -343,8 +353,22 @@ class Found(_Answer, frozen=True):
     stale_socket: bool
 
 
+class MemoryStatus(_Answer, frozen=True):
+    """External memory of workloads, as the broker of the daemon has it.
+
+    `processes` counts those that have some, by the state of it. Without `holder_pid`, memory that
+    is released would be lost with the daemon; another holder is tried for each second.
+    """
+
+    socket: str
+    holder_pid: int | None
+    processes: dict[str, int]
+    regions: int
+    size_bytes: int
+
+
 class Status(_Answer, frozen=True):
-    """The daemon itself."""
+    """The daemon itself. Without `memory`, it has no broker."""
 
     version: str
     pid: int
@@ -354,4 +378,5 @@ class Status(_Answer, frozen=True):
     store: str | None
     stores_open: list[str]
     jobs: dict[str, dict[str, int]]
+    memory: MemoryStatus | None
     found_at_start: Found

@@ -58,6 +58,7 @@ from snapagent.preflight import (
     Obstacles,
     add_machine,
     check_cuda,
+    check_external,
     check_process,
     require,
 )
@@ -92,7 +93,7 @@ class CaptureRequest:
         stop: End the tree when the snapshot is durable; else it goes on.
         freeze_fast: Store raw frames, which shortens the time that the tree stands still.
         broker: Who has external memory of the tree, which must be released; see
-            `docs/external-memory.md`.
+            `docs/external-memory.md`. Without one, a tree that has some is refused.
     """
 
     pid: int
@@ -198,7 +199,10 @@ def capture(
         work = stack.enter_context(work_directory(config, "capture", only_of=request.pid))
         frozen = _freeze(request, stack)
         control.enter("preflight")
-        obstacles = find_obstacles(request.pid, config, stop=request.stop)
+        obstacles = _obstacles(request.pid, config, stop=request.stop)
+        if request.broker is None:
+            # Else it is frozen by now, which was refused if it could not be.
+            obstacles += check_external(request.pid, None, config.broker_path)
         require(obstacles, of=f"process {request.pid}", done="captured")
         writer = stack.enter_context(
             store.begin(
@@ -224,12 +228,20 @@ def capture(
     return dump.result(started_s=started_s, setup_s=setup_s, ended_s=clock.monotonic_s())
 
 
-def find_obstacles(pid: int, config: AgentConfig, *, stop: bool = False) -> list[Obstacle]:
+def find_obstacles(
+    pid: int, config: AgentConfig, *, stop: bool = False, broker: MemoryBroker | None = None
+) -> list[Obstacle]:
     """Tell what stands in the way of a capture, and what deserves a word; nothing is changed.
 
     Raises:
         NoSuchProcess: There is none.
     """
+    found = _obstacles(pid, config, stop=stop)
+    found += check_external(pid, broker, config.broker_path)
+    return sorted(found, key=lambda one: not one.blocking)
+
+
+def _obstacles(pid: int, config: AgentConfig, *, stop: bool) -> list[Obstacle]:
     has_gpus = any(map(uses_cuda, _tree(pid)))
     conditions = CaptureConditions(
         criu=config.criu,

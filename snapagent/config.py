@@ -42,6 +42,8 @@ CRIU_VARIABLE: Final = "SNAPAGENT_CRIU"
 RUN_VARIABLE: Final = "SNAPAGENT_RUN_DIR"
 STATE_VARIABLE: Final = "SNAPAGENT_STATE_DIR"
 SOCKET_VARIABLE: Final = "SNAPAGENT_SOCKET"
+BROKER_VARIABLE: Final = "SNAPAGENT_MEMORY_SOCKET"
+"""What workloads are told by: `snapagent.workload` reads the same."""
 STORE_VARIABLE: Final = "SNAPSTORE_URL"
 
 CONFIG_PATH: Final = Path("/etc/snapagent.toml")
@@ -51,6 +53,9 @@ _CHECKOUT_CRIU = Path(__file__).parent.parent / "tools" / "criu" / "criu"
 _SOCKET_PATH_BYTES_MAX = 107
 """`sun_path`, less its NUL."""
 _SOCKET_NAME = "agent.sock"
+_BROKER_NAME = "memory.sock"
+_HELD_SUFFIX = ".held"
+"""The longest socket beside that of the broker."""
 
 Action = Literal["capture", "restore", "read"]
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -66,11 +71,18 @@ class AgentConfig:
         run_directory: Sockets and logs of captures and restores under way; nothing of it outlives
             them. On a file system in memory: the paths of sockets must be short.
         state_directory: What outlives them: the record that `snapagent history` shows.
+        broker_socket: Where this node's memory broker is; by default beside the daemon's socket.
     """
 
     criu: Path
     run_directory: Path = Path("/run/snapagent")
     state_directory: Path = Path("/var/lib/snapagent")
+    broker_socket: Path | None = None
+
+    @property
+    def broker_path(self) -> Path:
+        """Where this node's memory broker listens, if there is one."""
+        return self.broker_socket or self.run_directory / _BROKER_NAME
 
     @property
     def criu_cache(self) -> Path:
@@ -117,6 +129,7 @@ class AgentConfig:
             criu=criu,
             run_directory=Path(settings.run_directory),
             state_directory=Path(settings.state_directory),
+            broker_socket=Path(settings.broker_socket) if settings.broker_socket else None,
         )
 
 
@@ -189,19 +202,53 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     stop_s: Annotated[
         float, msgspec.Meta(ge=0, le=3600, description="Seconds that SIGTERM gives what is at work")
     ] = 30.0
+    broker: Annotated[
+        bool, msgspec.Meta(description="Whether the daemon lends external memory to workloads")
+    ] = True
+    broker_socket: Annotated[
+        str,
+        msgspec.Meta(
+            pattern="^(/|$)",
+            description="Where workloads ask for it; empty: `memory.sock` in `run_directory`",
+        ),
+    ] = ""
+    broker_users: Annotated[
+        Literal["rules", "all"],
+        msgspec.Meta(description="Who may: root and whom a rule lets capture, or all users"),
+    ] = "rules"
+    broker_bytes: Annotated[
+        str, msgspec.Meta(description="What all have together; empty: the machine's memory")
+    ] = ""
+    broker_process_bytes: Annotated[
+        str, msgspec.Meta(description="What one process has; empty: the machine's memory")
+    ] = ""
+    broker_processes: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1, le=65536, description="Processes that have some; of one user, a quarter of that"
+        ),
+    ] = 256
+    broker_regions: Annotated[
+        int, msgspec.Meta(ge=1, le=1 << 20, description="Pieces in all, each of them an open file")
+    ] = 16384
     rules: Annotated[
         tuple[Rule, ...],
         msgspec.Meta(max_length=1024, description="Who may do what, see below; root may all"),
     ] = ()
 
     def __post_init__(self) -> None:
-        for key in ("memory", "cache"):
+        for key in ("memory", "cache", "broker_bytes", "broker_process_bytes"):
+            value = getattr(self, key)
+            if not value and key.startswith("broker"):
+                continue
             try:
-                parse_bytes(getattr(self, key))
+                parse_bytes(value)
             except SnapError as error:
                 raise ValueError(f"{error} - at `$.{key}`") from error
         if len(os.fsencode(self.socket_path)) > _SOCKET_PATH_BYTES_MAX:
             raise ValueError("too long a path for a socket - at `$.socket`")
+        if len(os.fsencode(f"{self.broker_path}{_HELD_SUFFIX}")) > _SOCKET_PATH_BYTES_MAX:
+            raise ValueError("too long a path for a socket - at `$.broker_socket`")
         for number, rule in enumerate(self.rules):
             if rule.uid is None and rule.gid is None:
                 raise ValueError(f"neither uid nor gid is given - at `$.rules[{number}]`")
@@ -210,6 +257,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def socket_path(self) -> Path:
         """Where the daemon listens."""
         return Path(self.socket) if self.socket else Path(self.run_directory) / _SOCKET_NAME
+
+    @property
+    def broker_path(self) -> Path:
+        """Where the memory broker listens."""
+        return self.agent.broker_path
 
     @property
     def agent(self) -> AgentConfig:
@@ -222,6 +274,7 @@ _VARIABLES: Final = {
     "run_directory": RUN_VARIABLE,
     "state_directory": STATE_VARIABLE,
     "store": STORE_VARIABLE,
+    "broker_socket": BROKER_VARIABLE,
 }
 """Those that are not named after their key."""
 

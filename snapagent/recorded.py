@@ -97,6 +97,7 @@ def recorded_restore(
                 "faults": lazy.fault_bytes,
                 "fill": lazy.fill_bytes,
                 "zeros": lazy.zero_bytes,
+                "external": result.external_bytes,
             },
             faults=lazy.faults,
             bottleneck=result.bottleneck,

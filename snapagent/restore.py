@@ -139,6 +139,7 @@ class RestoreResult:
         eager_bytes: Loaded by CRIU before the processes ran.
         shared_bytes: Of these, shared memory, which cannot be lazy.
         external_bytes: Data of external memory, which was filled beside CRIU.
+        external_s: When all of that was in place; none without external memory.
         lazy: What was filled by userfaultfd, and how.
         bottleneck: Where most of the time went.
     """
@@ -156,6 +157,7 @@ class RestoreResult:
     eager_bytes: int
     shared_bytes: int
     external_bytes: int
+    external_s: float | None
     lazy: LazyStats
     bottleneck: str
 
@@ -381,6 +383,10 @@ class Restoration:
         assert self._started is not None, "started before used"
         return self._started
 
+    def _external_s(self) -> float | None:
+        ended_s = self._external.ended_s if self._external is not None else None
+        return ended_s - self._started_s if ended_s is not None else None
+
     def _elapsed_s(self) -> float:
         return self._clock.monotonic_s() - self._started_s
 
@@ -549,6 +555,7 @@ class Restoration:
             eager_bytes=self._facts.eager_bytes,
             shared_bytes=self._facts.shared_bytes,
             external_bytes=self._external.done_bytes if self._external is not None else 0,
+            external_s=self._external_s(),
             lazy=stats,
             bottleneck=self._bottleneck(stats),
         )
@@ -578,7 +585,8 @@ def _look_up(store: Store, request: RestoreRequest) -> _Target:
     if external and request.broker is None:
         raise PreflightFailed(
             f"snapshot {snapshot.id.short} has external memory, and there is no memory broker",
-            next_step="restore it with an agent that has one; see docs/external-memory.md",
+            next_step="let a daemon restore it that has one: `snapagent run`, and `restore` "
+            "without --no-daemon; see docs/external-memory.md",
         )
     return _Target(snapshot, images, facts, place, external, cuda)
 

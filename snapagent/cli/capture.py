@@ -126,6 +126,11 @@ def _text(done: CaptureDone) -> str:
         if done.network_lock
         else ""
     )
+    external = (
+        f"\n  {format_bytes(done.external_bytes)} of it external memory, which CRIU did not see"
+        if done.external_bytes
+        else ""
+    )
     rate = format_bytes(int(ingest["logical_bytes"] / max(done.criu_dump_s + done.commit_s, 1e-3)))
     return (
         f"{done.name} is snapshot {done.snapshot[:_SHORT_CHARS]}; the tree "
@@ -133,5 +138,5 @@ def _text(done: CaptureDone) -> str:
         f"  {format_bytes(ingest['logical_bytes'])} in {done.total_s:.2f} s ({rate}/s), "
         f"{done.frozen_s:.2f} s of them frozen: {format_bytes(ingest['zero_bytes'])} zeros, "
         f"{format_bytes(ingest['known_bytes'])} known, {format_bytes(ingest['new_bytes'])} new\n"
-        f"  the store grew by {format_bytes(done.stored_bytes)}{lock}"
+        f"  the store grew by {format_bytes(done.stored_bytes)}{external}{lock}"
     )

@@ -146,6 +146,10 @@ def _text(done: RestoreDone) -> str:
     seconds = done.cuda_restore_s
     cuda = "no CUDA" if seconds is None else f"CUDA restore {seconds:.2f} s"
     rate = format_bytes(int(filled / max(done.fill_s, 1e-3)))
+    external = ""
+    if done.external_s is not None:
+        size = format_bytes(done.external_bytes)
+        external = f"  {size} of external memory, whole after {done.external_s:.2f} s\n"
     return (
         f"{done.name} runs as process {done.root_pid}: it could answer after "
         f"{done.running_s:.2f} s, and was whole after {done.total_s:.2f} s\n"
@@ -154,6 +158,6 @@ def _text(done: RestoreDone) -> str:
         f"  {format_bytes(done.eager_bytes)} loaded first "
         f"({format_bytes(done.shared_bytes)} shared memory), {format_bytes(lazy['fault_bytes'])} "
         f"by {lazy['faults']} faults, {format_bytes(lazy['fill_bytes'])} behind them, "
-        f"{format_bytes(lazy['zero_bytes'])} zeros\n"
+        f"{format_bytes(lazy['zero_bytes'])} zeros\n{external}"
         f"  most of the time went into {done.bottleneck}"
     )

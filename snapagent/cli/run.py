@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +54,18 @@ def run_command(
             return
         run = _load()
         run(settings, console.note)
+        _leave()
+
+
+def _leave() -> None:
+    """End the program without the exit handlers of libraries.
+
+    A thread may still wait for a store that does not answer, or be opening one. OpenSSL frees its
+    locks at exit, and whoever takes one then dies of SIGSEGV, as if the daemon had failed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _load() -> Callable[[Settings, Callable[[str], None]], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -9,12 +10,44 @@ from typing import NamedTuple
 
 from snapagent.linux import processes
 
-__all__ = ["Peer", "Process", "is_below", "open_process", "peer_of"]
+__all__ = [
+    "Credentials",
+    "Peer",
+    "Process",
+    "credentials_of",
+    "is_below",
+    "open_process",
+    "peer_of",
+]
 
+_SO_PEERGROUPS = 59
 _SO_PEERPIDFD = 77
+_GROUPS_BYTES = 1024
+"""The most that Python asks for: 256 groups."""
 _CREDENTIALS = struct.Struct("=iII")
 _GENERATIONS_MAX = 1 << 12
 """Longer chains of parents are no real ones."""
+
+
+class Credentials(NamedTuple):
+    """Who made a connection, as the kernel noted it then."""
+
+    pid: int
+    uid: int
+    gids: frozenset[int]
+    """Its effective group and all others."""
+
+
+def credentials_of(connected: socket.socket) -> Credentials:
+    """Ask the kernel who made the connection."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    others: tuple[int, ...] = ()
+    # Of who is in more groups than that, only its first one counts.
+    with contextlib.suppress(OSError):
+        groups = connected.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
+        others = struct.unpack(f"{len(groups) // 4}I", groups)
+    return Credentials(pid, uid, frozenset((gid, *others)))
 
 
 class Peer(NamedTuple):
@@ -22,6 +55,7 @@ class Peer(NamedTuple):
 
     pid: int
     uid: int
+    gids: frozenset[int]
     pidfd: int
 
 
@@ -34,8 +68,7 @@ class Process(NamedTuple):
 
 def peer_of(connected: socket.socket) -> Peer | None:
     """Return who made the connection; none if it has ended, or is not to be seen from here."""
-    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    pid, uid, gids = credentials_of(connected)
     if pid <= 0:
         return None
     try:
@@ -46,7 +79,7 @@ def peer_of(connected: socket.socket) -> Peer | None:
             pidfd = os.pidfd_open(pid)
         except OSError:
             return None
-    return Peer(pid, uid, pidfd)
+    return Peer(pid, uid, gids, pidfd)
 
 
 def open_process(pid: int) -> tuple[Process, int] | None:

@@ -7,7 +7,7 @@ Invariants:
 3. Whatever a workload says or leaves unsaid: others are served, and it has no more than the limits.
 4. Memory of a process that has ended is freed.
 5. If the broker dies, no memory is lost: what is mapped stays mapped, and what is released is held
-   by another process for the next broker (`holder`).
+   by another process for the next broker (`holder`). If that dies, the broker starts another one.
 
 One thread serves all connections, without ever waiting for one of them. A broker is embedded in an
 agent; there may be several in a process, each with a socket of its own.
@@ -30,7 +30,7 @@ from snapagent.linux import peers, processes
 from snapagent.linux.memfds import has_open, make_memfd
 from snapagent.linux.packets import BadPacketError, Channel
 from snapagent.memory.buffers import FillBuffers
-from snapagent.memory.held import HeldMemory, take_over
+from snapagent.memory.held import REVIVE_S, HeldMemory, take_over
 from snapagent.memory.ledger import BrokerLimits, Ledger, Refused, Region, Session, State
 from snapagent.memory.lent import Admissions, AdmittedSession, FrozenSession, LentRegion
 from snapagent.memory.listening import listen
@@ -38,7 +38,8 @@ from snapagent.memory.placement import HOST
 from snapagent.memory.requests import Hooks, Reply, Requests, Visitor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    import socket
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from snapagent.gpu.engine import GpuSettings
@@ -81,7 +82,7 @@ class MemoryBroker:
         *,
         limits: BrokerLimits | None = None,
         mode: int = 0o600,
-        users: Collection[int] | None = None,
+        may_use: Callable[[int, frozenset[int]], bool] | None = None,
         fill_threads: int = 0,
         gpu: GpuSettings | None = None,
     ) -> None:
@@ -91,14 +92,15 @@ class MemoryBroker:
             path: Of its socket.
             limits: What workloads may have.
             mode: Permissions of the socket.
-            users: Who may have memory; by default all who may write to the socket.
+            may_use: Tells whether a user, with these groups, may have memory; by default all who
+                may write to the socket. Who has some already, as after a restore, is not asked.
             fill_threads: How many fill memory at a time, in all restores together, each with
                 48 MiB; 0 means one per usable core, 16 at most.
             gpu: How memory of GPUs is filled and stored.
         """
         self.path = path
         self._mode = mode
-        self._users = frozenset(users) if users is not None else None
+        self._may_use = may_use or (lambda _uid, _gids: True)
         self._lock = threading.RLock()
         self._ledger = Ledger(limits or BrokerLimits())
         hooks = Hooks(self._watch, self._close_later, self._drop, self._hold, self._forget_held)
@@ -131,6 +133,7 @@ class MemoryBroker:
             found = take_over(self.path)
             self._held = HeldMemory(self.path)
             stack.callback(self._held.close)
+            self._epoll.register(self._held, select.EPOLLRDHUP)
             for session in found:
                 self._enter(session)
             self._freer = threading.Thread(target=self._free, name="snapagent-memory-free")
@@ -148,6 +151,8 @@ class MemoryBroker:
             if self._is_closing:
                 return
             self._is_closing = True
+            with contextlib.suppress(AttributeError):
+                self._keep_holder()
             for session in list(self._ledger.sessions):
                 self._drop(session, waits=session.state in _HELD_STATES)
             with contextlib.suppress(OSError, AttributeError):
@@ -174,6 +179,17 @@ class MemoryBroker:
         """The process that holds released memory as well; it outlives this one if it has to."""
         return self._held.pid
 
+    @property
+    def limits(self) -> BrokerLimits:
+        """What workloads may have."""
+        return self._ledger.limits
+
+    @property
+    def has_holder(self) -> bool:
+        """Whether released memory would outlive this process now."""
+        with self._lock:
+            return self._held.is_alive
+
     def status(self) -> list[SessionStatus]:
         """Tell what memory there is, and whose."""
         with self._lock:
@@ -189,6 +205,17 @@ class MemoryBroker:
                 )
                 for session in self._ledger.sessions
             ]
+
+    def states(self, pids: Collection[int]) -> dict[int, str]:
+        """Tell in which state the memory of processes is; of those that have some."""
+        wanted = frozenset(pids)
+        with self._lock:
+            return {
+                owner.pid: session.state.value
+                for session in self._ledger.sessions
+                for owner in session.owners
+                if owner.pid in wanted
+            }
 
     # -- captures ---------------------------------------------------------------------------------
 
@@ -391,7 +418,13 @@ class MemoryBroker:
         self._wake_waiting(session)
 
     def _hold(self, session: Session) -> None:
+        self._keep_holder()
         self._held.hold(session)
+
+    def _keep_holder(self) -> None:
+        """Replace the holder if it has died, which is noticed at once."""
+        if not self._held.is_alive and self._held.revive():
+            self._epoll.register(self._held, select.EPOLLRDHUP)
 
     def _forget_held(self, session: Session) -> None:
         self._held.forget(session)
@@ -425,13 +458,19 @@ class MemoryBroker:
 
     def _serve(self) -> None:
         while True:
-            for fd, _ in self._epoll.poll():
+            # Without a holder, one is tried for again and again.
+            found = self._epoll.poll(None if self.has_holder else REVIVE_S)
+            with self._lock:
+                if self._is_closing:
+                    return
+                self._keep_holder()
+            for fd, _ in found:
                 with self._lock:
-                    if self._is_closing:
-                        return
                     self._handle(fd)
 
     def _handle(self, fd: int) -> None:
+        if self._is_closing:
+            return
         if fd == self._listener.fileno():
             self._accept()
         elif fd in self._pidfds:
@@ -450,22 +489,25 @@ class MemoryBroker:
             return
         state = processes.read_state(peer.pid)
         os.close(peer.pidfd)
-        if state is None or not self._may_come(peer.uid):
+        if state is None or not self._has_room(peer.uid):
             connected.close()
             return
         connected.setblocking(False)  # noqa: FBT003 - the only argument
+        if not self._may_use(peer.uid, peer.gids) and not self._owns_any(peer.pid):
+            _refuse(connected, peer.uid)
+            return
         visitor = Visitor(peers.Process(peer.pid, state.started_ticks), peer.uid)
         self._connections[connected.fileno()] = (Channel(connected), visitor)
         self._epoll.register(connected.fileno(), _EVENTS)
 
-    def _may_come(self, uid: int) -> bool:
+    def _has_room(self, uid: int) -> bool:
         limits = self._ledger.limits
         own = sum(visitor.uid == uid for _, visitor in self._connections.values())
-        return (
-            (self._users is None or uid in self._users)
-            and len(self._connections) < limits.connections
-            and own < limits.connections_per_user
-        )
+        return len(self._connections) < limits.connections and own < limits.connections_per_user
+
+    def _owns_any(self, pid: int) -> bool:
+        owners = {owner for session in self._ledger.sessions for owner in session.owners}
+        return peers.is_below(pid, owners)
 
     def _receive(self, fd: int) -> None:
         channel, visitor = self._connections[fd]
@@ -514,6 +556,18 @@ class MemoryBroker:
         with contextlib.suppress(OSError):
             if self.path.stat().st_ino == inode:
                 self.path.unlink()
+
+
+def _refuse(connected: socket.socket, uid: int) -> None:
+    """Say why, and hang up."""
+    message = (
+        f"uid {uid} may have no external memory: give it a rule with `capture`, or set "
+        'broker_users = "all", in the configuration of the agent'
+    )
+    channel = Channel(connected)
+    with contextlib.suppress(OSError):
+        channel.send("refused", {"code": "denied", "message": message})
+    channel.close()
 
 
 def _process(pid: int) -> Process | None:

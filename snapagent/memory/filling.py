@@ -20,6 +20,7 @@ from snapagent.memory.buffers import BUFFER_BYTES
 from snapagent.memory.device_io import DeviceIOs, FillWork
 from snapagent.memory.placement import HOST, from_placement
 from snapagent.memory.streaming_io import make_device_io
+from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -143,6 +144,8 @@ class RegionFill:
         self.total_bytes = sum(one.length for each in self._sessions for one in each.regions)
         self.done_bytes = 0
         """Of data; parts that are known to be zeros stay holes and do not count."""
+        self.ended_s: float | None = None
+        """When all sessions were whole, by the monotonic clock."""
 
     def __enter__(self) -> Self:
         """Begin; returns at once."""
@@ -262,7 +265,8 @@ class RegionFill:
 
     def _check_over(self) -> None:
         with self._lock:
-            if not self._sessions_left:
+            if not self._sessions_left and self.ended_s is None:
+                self.ended_s = SystemClock().monotonic_s()
                 self._over.set()
 
     def _failed(self, error: BaseException) -> None:

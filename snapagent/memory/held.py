@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -15,16 +16,19 @@ from snapagent.linux import peers
 from snapagent.linux.packets import FDS_MAX, BadPacketError, Channel, channel_pair
 from snapagent.memory.ledger import Refused, Region, Session, State
 from snapagent.memory.listening import listen
+from snapagent.memory.requests import OWNERS_ASKED_MAX
 from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from snapagent.linux.packets import Packet
     from snapagent.memory.placement import Rank
 
-__all__ = ["HeldMemory", "take_over"]
+__all__ = ["REVIVE_S", "HeldMemory", "find_owners", "take_over"]
 
+REVIVE_S: Final = 1.0
+"""Between two attempts to replace a holder."""
 _ROOT: Final = Path(__file__).parents[2]
 _SEND_S_MAX: Final = 10.0
 _END_S_MAX: Final = 10.0
@@ -37,7 +41,10 @@ class _AnswerError(BadPacketError):
 
 
 class HeldMemory:
-    """A holder process of this broker. Used under the broker's lock."""
+    """A holder process of this broker. Used under the broker's lock.
+
+    One that has died is replaced by `revive`, and the next one gets all that it had.
+    """
 
     def __init__(self, path: Path) -> None:
         """Start it.
@@ -45,21 +52,27 @@ class HeldMemory:
         Raises:
             AgentError: It cannot be started.
         """
+        self._path = path
         self._keys: dict[Session, int] = {}
         self._next_key = 1
+        self._clock = SystemClock()
+        self._start()
+
+    def _start(self) -> None:
+        self._next_try_s = self._clock.monotonic_s() + REVIVE_S
         self._channel, theirs = channel_pair()
         self._channel.set_timeout(_SEND_S_MAX)
         module = "snapagent.memory.holder"
         listener: socket.socket | None = None
         try:
             # One that has given everything away may still be about to end.
-            socket_of(path).unlink(missing_ok=True)
+            socket_of(self._path).unlink(missing_ok=True)
             # Made here, so that it is there when this broker dies in the next moment.
-            listener = listen(socket_of(path), 0o600)
+            listener = listen(socket_of(self._path), 0o600)
             listener.setblocking(True)  # noqa: FBT003 - the only argument
             fds = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, a module of ours
-                [sys.executable, "-m", module, *map(str, fds), str(socket_of(path))],
+                [sys.executable, "-m", module, *map(str, fds), str(socket_of(self._path))],
                 cwd=_ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -73,6 +86,41 @@ class HeldMemory:
             theirs.close()
             if listener is not None:
                 listener.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a holder that listens to this broker."""
+        if self._channel.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._channel, select.POLLRDHUP)
+        return not poll.poll(0)
+
+    def fileno(self) -> int:
+        """Return what hangs up when the holder dies, to poll."""
+        return self._channel.fileno()
+
+    def revive(self) -> bool:
+        """Start another holder in place of a dead one; tells whether there is one now.
+
+        The broker has all the memory too, so that nothing is lost unless it dies before the new
+        one has it. Tries once a second at most: what kills holders may do so again.
+        """
+        self._channel.close()
+        if self._clock.monotonic_s() < self._next_try_s:
+            return False
+        # It may live and not listen any more; then nobody but this broker has it either.
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S_MAX)
+        try:
+            self._start()
+            for session in list(self._keys):
+                self.hold(session)
+        except (AgentError, Refused):
+            self._channel.close()
+            return False
+        return True
 
     def hold(self, session: Session) -> None:
         """Let it have all memory of a session. Returns when it is sure to have it.
@@ -90,7 +138,9 @@ class HeldMemory:
             if _next(self._channel).number("key") != key:
                 raise _AnswerError(f"it does not have {session.id[:8]}")
         except (OSError, BadPacketError) as error:
-            raise Refused("memory", f"nobody holds released memory any more: {error}") from error
+            # Also one that only was too slow: its answers would come for other questions.
+            self._channel.close()
+            raise Refused("memory", f"nobody holds released memory now: {error}") from error
         self._keys[session] = key
 
     def _send(self, key: int, session: Session, batch: Sequence[Region]) -> None:
@@ -143,17 +193,75 @@ def take_over(path: Path) -> list[Session]:
     Raises:
         AgentError: It does not give it.
     """
+    return _from_holder(path, takes=True)
+
+
+def find_owners(path: Path, pids: Collection[int]) -> set[int]:
+    """Return which of these processes have memory with the broker at a path, or with its holder.
+
+    Only looks: whoever has the memory keeps it. Without broker and holder, nobody has any.
+
+    Raises:
+        AgentError: One of them is there and does not tell.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as end:
+        end.settimeout(_SEND_S_MAX)
+        try:
+            end.connect(str(path))
+        except PermissionError:
+            return set()  # Whoever may not come has none, nor may it capture who has.
+        except (FileNotFoundError, ConnectionRefusedError):
+            pass  # There is none, or it was killed.
+        except OSError as error:
+            raise _not_told(path, error) from error
+        else:
+            try:
+                return _ask_broker(Channel(end), sorted(pids))
+            except (OSError, BadPacketError) as error:
+                raise _not_told(path, error) from error
+    sessions = _from_holder(path, takes=False)
+    _close(sessions)
+    return {owner.pid for session in sessions for owner in session.owners} & set(pids)
+
+
+def _not_told(path: Path, error: Exception) -> AgentError:
+    return AgentError(
+        f"the memory broker at {path} does not tell who has external memory: {error}",
+        next_step="see whether the agent there answers, and start it anew if not",
+    )
+
+
+def _ask_broker(channel: Channel, pids: Sequence[int]) -> set[int]:
+    found: set[int] = set()
+    for at in range(0, len(pids), OWNERS_ASKED_MAX):
+        # It may have refused already, and said so.
+        with contextlib.suppress(BrokenPipeError):
+            channel.send("owners", {"pids": pids[at : at + OWNERS_ASKED_MAX]})
+        answer = _next(channel)
+        if answer.values.get("code") == "denied":
+            return set()
+        if answer.kind != "owners":
+            raise _AnswerError(str(answer.values.get("message", answer.kind))[:200])
+        found |= set(answer.numbers("pids"))
+    return found
+
+
+def _from_holder(path: Path, *, takes: bool) -> list[Session]:
+    """Get everything of a holder without a broker, which keeps it unless it hears `taken`."""
     clock = SystemClock()
     deadline_s = clock.monotonic_s() + _TAKE_OVER_S_MAX
     while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as end:
             end.settimeout(_SEND_S_MAX)
             try:
                 end.connect(str(socket_of(path)))
             except OSError:
                 return []
+            channel = Channel(end)
             try:
-                return _receive_all(Channel(end))
+                found = _receive_all(channel)
+                if takes:
+                    channel.send("taken", {})
             except (OSError, BadPacketError) as error:
                 # It may not have noticed yet that its broker is gone.
                 if clock.monotonic_s() > deadline_s:
@@ -162,6 +270,8 @@ def take_over(path: Path) -> list[Session]:
                         next_step=f"end the process that listens at {socket_of(path)}; that frees "
                         "the memory",
                     ) from error
+            else:
+                return found
         clock.sleep_s(_POLL_S)
 
 
@@ -170,13 +280,16 @@ def _receive_all(channel: Channel) -> list[Session]:
     try:
         while (packet := _next(channel)).kind != "all":
             _add(found, packet)
-        channel.send("taken", {})
         return list(found.values())
     except BaseException:
-        for session in found.values():
-            for region in session.regions.values():
-                os.close(region.fd)
+        _close(found.values())
         raise
+
+
+def _close(sessions: Iterable[Session]) -> None:
+    for session in sessions:
+        for region in session.regions.values():
+            os.close(region.fd)
 
 
 def _next(channel: Channel) -> Packet:

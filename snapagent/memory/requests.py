@@ -6,6 +6,7 @@ Runs under the broker's lock, on its thread, and never waits.
 from __future__ import annotations
 
 import errno
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from snapagent.memory.ledger import Ledger
     from snapagent.memory.placement import Rank
 
-__all__ = ["Hooks", "Reply", "Requests", "Visitor"]
+__all__ = ["OWNERS_ASKED_MAX", "Hooks", "Reply", "Requests", "Visitor"]
+
+OWNERS_ASKED_MAX: Final = 1024
+"""Of how many processes can be asked at a time."""
 
 _TOKEN = re.compile(r"[0-9a-f]{64}\Z")
 _RANK_MAX: Final = 65535
@@ -91,6 +95,7 @@ class Requests:
             "take": self._take,
             "resumed": self._resumed,
             "bye": self._bye,
+            "owners": self._owners,
         }
 
     def answer(self, visitor: Visitor, packet: Packet) -> Reply | None:
@@ -267,6 +272,23 @@ class Requests:
         session = _owned(visitor, State.SHARED, State.RELEASED, State.FILLED)
         self._hooks.drop(session)
         return Reply("gone", {})
+
+    def _owners(self, visitor: Visitor, packet: Packet) -> Reply:
+        """Tell which of some processes have memory here, for captures by other agents.
+
+        Users other than root are told of their own.
+        """
+        sees_all = visitor.uid in {0, os.geteuid()}
+        pids = packet.numbers("pids")
+        if len(pids) > OWNERS_ASKED_MAX:
+            raise Refused("wrong", f"ask of {OWNERS_ASKED_MAX} processes at a time")
+        owners = {
+            owner.pid
+            for session in self._ledger.sessions
+            for owner in session.owners
+            if sees_all or session.uid == visitor.uid
+        }
+        return Reply("owners", {"pids": sorted(owners & set(pids))})
 
 
 def _known(visitor: Visitor) -> Session:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from snapagent.preflight.cpu import add_machine
 from snapagent.preflight.criu_program import CriuFacts, find_criu, probe_criu
+from snapagent.preflight.external import check_external
 from snapagent.preflight.gpus import GpuPlan, check_cuda, plan_gpus
 from snapagent.preflight.images import Images, read_images, snapshot_reader
 from snapagent.preflight.obstacles import Obstacle, Obstacles, obstacles_json, require
@@ -22,6 +23,7 @@ __all__ = [
     "RestorePlace",
     "add_machine",
     "check_cuda",
+    "check_external",
     "check_images",
     "check_process",
     "check_snapshot",

@@ -19,6 +19,7 @@ from snapagent.errors import DaemonBusy, NoSuchJob
 from snapagent.history import ENTRIES_MAX, History, read_history
 from snapagent.recorded import collect_reasons
 from snapagent.server.jobs import Job
+from snapagent.server.memory import describe_broker
 from snapagent.server.openapi import description
 from snapagent.server.policy import require_same_pids
 from snapagent.server.work import Work
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from snapagent.config import Settings
     from snapagent.history import Entry
+    from snapagent.memory.broker import MemoryBroker
     from snapagent.server.jobs import AnyAnswer, JobTable
     from snapagent.server.metrics import Metrics
     from snapagent.server.policy import Peer, Policy
@@ -66,6 +68,7 @@ class Handlers:
         jobs: JobTable,
         metrics: Metrics,
         found: api.Found,
+        broker: MemoryBroker | None,
     ) -> None:
         self._settings = settings
         self._policy = policy
@@ -73,7 +76,8 @@ class Handlers:
         self._jobs = jobs
         self._metrics = metrics
         self._found = found
-        self._work = Work(settings.agent, stores, policy)
+        self._broker = broker
+        self._work = Work(settings.agent, stores, policy, broker)
         self._started = format_utc(SystemClock().now_ns())
         self._looks = 0
         self._description = description()
@@ -237,16 +241,21 @@ class Handlers:
             store=settings.store or None,
             stores_open=self._stores.urls,
             jobs=counts,
+            memory=self._memory(),
             found_at_start=self._found,
         )
 
     async def health(self, _peer: Peer) -> api.Health:
         """Tell whether jobs are taken."""
-        return api.Health(healthy=not self.stopping)
+        is_held = self._broker.has_holder if self._broker is not None else None
+        return api.Health(healthy=not self.stopping, memory_is_held=is_held)
 
     async def metrics(self, _peer: Peer) -> bytes:
         """Return the counters."""
-        return self._metrics.text(self._jobs.all())
+        return self._metrics.text(self._jobs.all(), self._memory())
+
+    def _memory(self) -> api.MemoryStatus | None:
+        return describe_broker(self._broker) if self._broker is not None else None
 
     async def openapi(self, _peer: Peer) -> dict[str, object]:
         """Describe the API."""

@@ -16,6 +16,7 @@ from prometheus_client import (
 
 from snapagent import api
 from snapagent.control import CAPTURE_STATES, ENDED, RESTORE_STATES
+from snapagent.memory.ledger import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Metrics"]
 
+MEMORY_STATES: Final = tuple(state.value for state in State if state is not State.DROPPED)
 _SECONDS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
 
@@ -59,6 +61,25 @@ class Metrics:
         self._requests = Counter(
             "snapagent_http_requests", "Answers", ["operation", "status"], registry=self._registry
         )
+        self._owners = Gauge(
+            "snapagent_external_processes",
+            "Processes that have external memory, by its state",
+            ["state"],
+            registry=self._registry,
+        )
+        self._external = Gauge(
+            "snapagent_external_bytes", "External memory of all processes", registry=self._registry
+        )
+        self._regions = Gauge(
+            "snapagent_external_regions", "Pieces of external memory", registry=self._registry
+        )
+        self._held = Gauge(
+            "snapagent_external_held",
+            "1 if released external memory would outlive this process",
+            registry=self._registry,
+        )
+        for state in MEMORY_STATES:
+            self._owners.labels(state)
         for kind, states in (("capture", CAPTURE_STATES), ("restore", RESTORE_STATES)):
             for state in ENDED & set(states):
                 self._ended.labels(kind, state)
@@ -88,7 +109,7 @@ class Metrics:
                 | {"first_answer": run.running_s, "total": run.total_s}
                 | ({} if run.cuda_restore_s is None else {"gpu": run.cuda_restore_s}),
                 {word: run.lazy[f"{word}_bytes"] or 0 for word in ("fault", "fill", "zero")}
-                | {"eager": run.eager_bytes},
+                | {"eager": run.eager_bytes, "external": run.external_bytes},
             )
 
     def _count(self, kind: str, phases: dict[str, float], sources: dict[str, float]) -> None:
@@ -97,8 +118,14 @@ class Metrics:
         for source, count in sources.items():
             self._bytes.labels(kind, source).inc(count)
 
-    def text(self, jobs: Iterable[AnyAnswer]) -> bytes:
-        """Return all of it as text."""
+    def text(self, jobs: Iterable[AnyAnswer], memory: api.MemoryStatus | None) -> bytes:
+        """Return all of it as text; `memory` is what the broker has, if there is one."""
+        if memory is not None:
+            for state in MEMORY_STATES:
+                self._owners.labels(state).set(memory.processes.get(state, 0))
+            self._external.set(memory.size_bytes)
+            self._regions.set(memory.regions)
+            self._held.set(memory.holder_pid is not None)
         self._now.clear()
         for job in jobs:
             if job.state not in ENDED:

@@ -10,25 +10,22 @@ import contextlib
 import dataclasses
 import fnmatch
 import os
-import socket
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from snapagent.errors import AgentError
 from snapagent.linux import namespaces, processes
+from snapagent.linux.peers import credentials_of
 from snapstore import parse_snapshot_ref
 from snapstore.errors import PolicyRefused, SnapError
 
 if TYPE_CHECKING:
+    import socket
+
     from snapagent.config import Action, Rule
 
 __all__ = ["Peer", "Policy", "peer_of", "require_same_pids"]
 
-_SO_PEERGROUPS: Final = 59
-_GROUPS_BYTES: Final = 1024
-"""The most that Python asks for: 256 groups."""
-_CREDENTIALS = struct.Struct("=iII")
 _ID_LINES: Final = 4
 """Real, effective, saved and of the file system."""
 
@@ -55,14 +52,7 @@ class Peer:
 
 def peer_of(connection: socket.socket) -> Peer:
     """Ask the kernel who connected."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(data)
-    others: tuple[int, ...] = ()
-    # Of who is in more groups than that, only its first one counts.
-    with contextlib.suppress(OSError):
-        groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
-        others = struct.unpack(f"{len(groups) // 4}I", groups)
-    return Peer(pid, uid, frozenset((gid, *others)))
+    return Peer(*credentials_of(connection))
 
 
 class Policy:
@@ -105,6 +95,12 @@ class Policy:
     def _fits_store(self, rule: Rule, store: str) -> bool:
         is_default = store == self._default_store
         return is_default or any(fnmatch.fnmatchcase(store, glob) for glob in rule.stores)
+
+    def may_keep_memory(self, peer: Peer) -> bool:
+        """Tell whether the peer may have external memory: whoever may capture anything."""
+        return peer.is_root or any(
+            _fits(rule, peer) and "capture" in rule.may for rule in self._rules
+        )
 
     def require_processes(self, peer: Peer, pid: int, action: Action, name: str) -> None:
         """Go on only if all processes of a tree are the peer's own, or a rule says more.

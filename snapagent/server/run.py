@@ -14,12 +14,14 @@ from aiohttp import web
 
 from snapagent import api
 from snapagent.config import notify_socket
+from snapagent.linux import processes
 from snapagent.server.app import make_server
 from snapagent.server.handlers import Handlers
 from snapagent.server.jobs import JobTable
 from snapagent.server.journal import Journal
 from snapagent.server.leftovers import clean_up
 from snapagent.server.listener import Acceptor, daemon_lock, listening
+from snapagent.server.memory import make_broker
 from snapagent.server.metrics import Metrics
 from snapagent.server.policy import Policy
 from snapagent.server.stores import Stores
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from snapagent.config import Settings
+    from snapagent.memory.broker import MemoryBroker
 
 __all__ = ["Companion", "run_daemon"]
 
@@ -65,6 +68,8 @@ def run_daemon(
         AgentError: It cannot listen.
     """
     config = settings.agent
+    # Each piece of external memory is one, here and on its way to a holder.
+    processes.allow_many_files()
     with (
         daemon_lock(config.state_directory),
         listening(settings.socket_path, settings.socket_group) as (listener, was_stale),
@@ -83,18 +88,31 @@ def run_daemon(
             reasons=left.reasons,
             stale_socket=was_stale,
         )
-        for companion in companions:
+        policy = Policy(settings.rules, settings.store)
+        broker = make_broker(settings, policy)
+        # It comes first and goes last: others may need it.
+        for companion in (*([broker] if broker is not None else []), *companions):
             companion.start()
             served.callback(companion.close)
-        asyncio.run(_Daemon(settings, stores, say).serve(listener, found, left.jobs))
+        daemon = _Daemon(settings, stores, policy, broker, say)
+        asyncio.run(daemon.serve(listener, found, left.jobs))
 
 
 class _Daemon:
     """One run."""
 
-    def __init__(self, settings: Settings, stores: Stores, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        stores: Stores,
+        policy: Policy,
+        broker: MemoryBroker | None,
+        say: Callable[[str], None],
+    ) -> None:
         self._settings = settings
         self._stores = stores
+        self._policy = policy
+        self._broker = broker
         self._say = say
 
     async def serve(
@@ -115,18 +133,20 @@ class _Daemon:
         jobs.add_ended(left)
         handlers = Handlers(
             settings,
-            policy=Policy(settings.rules, settings.store),
+            policy=self._policy,
             stores=self._stores,
             jobs=jobs,
             metrics=metrics,
             found=found,
+            broker=self._broker,
         )
         runner = web.AppRunner(make_server(handlers, metrics), access_log=None)
         await runner.setup()
         assert runner.server is not None, "it is set up"
         accepting = asyncio.create_task(Acceptor(listener, runner.server).run())
         self._warm_up()
-        self._say(f"listening at {settings.socket_path}")
+        lending = f", lending memory at {self._broker.path}" if self._broker is not None else ""
+        self._say(f"listening at {settings.socket_path}{lending}")
         _notify("READY=1")
         await told.acquire()
         _notify("STOPPING=1")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from snapagent.config import AgentConfig
     from snapagent.control import State
+    from snapagent.memory.broker import MemoryBroker
     from snapagent.preflight import Obstacle
     from snapagent.server.jobs import Job
     from snapagent.server.policy import Peer, Policy
@@ -33,8 +34,11 @@ __all__ = ["Work"]
 class Work:
     """Does what requests ask for. Thread-safe; everything blocks."""
 
-    def __init__(self, config: AgentConfig, stores: Stores, policy: Policy) -> None:
+    def __init__(
+        self, config: AgentConfig, stores: Stores, policy: Policy, broker: MemoryBroker | None
+    ) -> None:
         self._config = config
+        self._broker = broker
         self._stores = stores
         self._policy = policy
 
@@ -55,6 +59,7 @@ class Work:
                 labels=body.labels,
                 stop=body.stop,
                 freeze_fast=body.freeze_fast,
+                broker=self._broker,
             )
             with self._stores.use(job.store) as store:
                 done = recorded_capture(
@@ -90,7 +95,7 @@ class Work:
             with self._stores.use(job.store, body.integrity) as store:
                 done = recorded_restore(
                     store,
-                    _restore_request(body),
+                    _restore_request(body, self._broker),
                     self._config,
                     job.tell,
                     warn=job.warn,
@@ -104,7 +109,9 @@ class Work:
 
     def preflight_process(self, body: api.PreflightProcessBody) -> api.PreflightAnswer:
         """Say what stands in the way of a capture."""
-        return _preflight(obstacles_of_process(body.pid, self._config, stop=body.stop))
+        return _preflight(
+            obstacles_of_process(body.pid, self._config, stop=body.stop, broker=self._broker)
+        )
 
     def preflight_snapshot(
         self, body: api.PreflightSnapshotBody, store_url: str
@@ -115,6 +122,7 @@ class Work:
             images=body.images,
             place=_place(body),
             allow_driver_change=body.allow_driver_change,
+            broker=self._broker,
         )
         with self._stores.use(store_url) as store:
             return _preflight(obstacles_of_snapshot(store, request, self._config))
@@ -124,7 +132,7 @@ def _place(body: api.RestoreRequestBody | api.PreflightSnapshotBody) -> Place:
     return Place(network=body.network, pids=body.pids, join_pid=body.into_pid)
 
 
-def _restore_request(body: api.RestoreRequestBody) -> RestoreRequest:
+def _restore_request(body: api.RestoreRequestBody, broker: MemoryBroker | None) -> RestoreRequest:
     return RestoreRequest(
         name=body.name,
         images=body.images,
@@ -133,6 +141,7 @@ def _restore_request(body: api.RestoreRequestBody) -> RestoreRequest:
         record_s=body.record_s,
         force=body.force,
         allow_driver_change=body.allow_driver_change,
+        broker=broker,
     )
 
 

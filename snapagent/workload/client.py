@@ -7,6 +7,7 @@ lists the messages.
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import socket
@@ -92,8 +93,10 @@ class Connection:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._socket.settimeout(timeout_s if waits else self._timeout_s)
-            self._socket.sendmsg([data], rights)
-            answer = self._receive()
+            # It may have hung up, and said why before that.
+            with contextlib.suppress(BrokenPipeError):
+                self._socket.sendmsg([data], rights)
+            answer = self._receive_last()
         except OSError as error:
             raise BrokerUnreachable(
                 f"the memory broker at {self._path} does not answer: {error.strerror or error}",
@@ -108,6 +111,13 @@ class Connection:
     def close(self) -> None:
         """Hang up. Idempotent."""
         self._socket.close()
+
+    def _receive_last(self) -> Answer:
+        try:
+            return self._receive()
+        except ConnectionResetError:
+            # It hung up before it read everything. What it had said is still there.
+            return self._receive()
 
     def _receive(self) -> Answer:
         data, ancillary, flags, _ = self._socket.recvmsg(

@@ -44,7 +44,7 @@ def daemon(plain_agent: Agent) -> Iterator[Daemon]:
 
 def test_describes_itself(daemon: Daemon) -> None:
     """Goal: health, status, metrics and description are there, and the description has all."""
-    assert daemon.get("/v1/health") == {"healthy": True}
+    assert daemon.get("/v1/health") == {"healthy": True, "memory_is_held": True}
     status = daemon.get("/v1/status")
     assert status["pid"] == daemon.process.pid
     assert status["store"] == daemon.agent.url
@@ -238,7 +238,7 @@ def test_one_daemon_only(daemon: Daemon, tmp_path: Path) -> None:
     )
     assert "somebody listens at" in other.stderr
     assert other.returncode == 6
-    assert daemon.get("/v1/health") == {"healthy": True}
+    assert daemon.get("/v1/health") == {"healthy": True, "memory_is_held": True}
 
 
 def test_dead_socket_is_replaced(plain_agent: Agent) -> None:

@@ -4,11 +4,9 @@ Method: hold the work in a state from outside, by a store that does not answer, 
 waits, or by a helper process that is stopped; kill; start the next daemon; look for what is left.
 """
 
-import contextlib
-import os
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -16,10 +14,11 @@ import snapstore
 from snapagent.control import CAPTURE_STATES, ENDED, RESTORE_STATES
 from tests.support.agent import FRESH as FRESH_OPTIONS
 from tests.support.agent import Agent, agent_folder, failed
-from tests.support.daemon import Daemon, HeldCriu, held_criu, running_daemon
+from tests.support.daemon import held_criu
+from tests.support.held_work import CANCELLED, CAPTURE, CASES, HELD, RESTORE, HeldWork, in_filling
 from tests.support.network_locks import without_network_locks
 from tests.support.processes import await_free_ids
-from tests.support.s3_proxy import Proxy, Request, Trouble
+from tests.support.s3_proxy import Proxy
 from tests.support.tree import ProcessTree
 from tests.support.waiting import wait_until
 from tools import seaweed
@@ -27,59 +26,13 @@ from tools.live_process import Criu
 
 pytestmark = [pytest.mark.criu, pytest.mark.s3, pytest.mark.slow]
 
-FRESH = {"pids": "fresh", "network": "fresh"}
-CAPTURE = "/v1/captures"
-RESTORE = "/v1/restores"
-
 
 @dataclass
-class World:
-    """A tree that lives, one that is stored, a gate before the store, a CRIU that can wait."""
+class World(HeldWork):
+    """A tree that lives, and one that is stored."""
 
     tree: ProcessTree
     stored: ProcessTree
-    agent: Agent
-    proxy: Proxy
-    criu: HeldCriu
-    held: list[Request] = field(default_factory=list)
-
-    def hold(self, *words: str) -> None:
-        """Hold all requests to the store that have one of these words in their paths."""
-
-        def plan(request: Request) -> Trouble | None:
-            if any(word in request.path for word in words):
-                self.held.append(request)
-                return "stalled"
-            return None
-
-        self.proxy.plan = plan
-
-    def await_held(self, daemon: Daemon, job: str) -> None:
-        """Wait until one is held."""
-
-        def held() -> bool:
-            now = daemon.get(job)
-            assert now["state"] not in ENDED, now
-            return bool(self.held)
-
-        wait_until(held, "a request is held")
-
-    def open(self) -> None:
-        """Let everybody through, also those who come again."""
-        self.proxy.plan = lambda _: None
-        self.proxy.released.set()
-
-    @contextlib.contextmanager
-    def daemon(self, config: str = "") -> Iterator[Daemon]:
-        """Run a daemon."""
-        with running_daemon(self.agent, config, criu=self.criu.program) as daemon:
-            yield daemon
-
-    def begin(self, daemon: Daemon, target: str) -> str:
-        """Begin a capture of the tree, or a restore elsewhere."""
-        if target == CAPTURE:
-            return daemon.begin(CAPTURE, name="again", pid=self.tree.pid)
-        return daemon.begin(RESTORE, name="tree", record_s=1000, **FRESH)
 
     def restored(self) -> list[int]:
         """Return what was restored and lives."""
@@ -125,97 +78,9 @@ def world(trees: Trees, criu: Criu, s3: seaweed.S3Server) -> Iterator[World]:
         held_criu(criu.program) as held,
     ):
         agent = Agent(s3.url(trees.bucket, endpoint=proxy.endpoint), folder)
-        yield World(trees.living, trees.stored, agent, proxy, held)
+        pid = trees.living.pid
+        yield World(agent, proxy, held, pid, tree=trees.living, stored=trees.stored)
     trees.stored.end()
-
-
-# -- how work is held in each state ---------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def in_queued(world: World, daemon: Daemon, target: str) -> Iterator[str]:
-    """The only place is taken by another job, which is held."""
-    world.hold("/refs/")
-    first = world.begin(daemon, RESTORE)
-    daemon.await_state(first, "preflight")
-    yield world.begin(daemon, target)
-
-
-@contextlib.contextmanager
-def in_preflight(world: World, daemon: Daemon, target: str) -> Iterator[str]:
-    """The snapshot's name is not told; for a capture, nothing of another store."""
-    world.hold("/refs/", "/snapstore.json", "/leases/")
-    job = world.begin(daemon, target)
-    world.await_held(daemon, job)
-    yield job
-
-
-@contextlib.contextmanager
-def in_preparing(world: World, daemon: Daemon, target: str) -> Iterator[str]:
-    """The hints of earlier restores do not come, which are asked for beside the supervisor."""
-    world.hold("/hints/")
-    job = daemon.begin(target, name="tree", **FRESH)
-    world.await_held(daemon, job)
-    yield job
-
-
-@contextlib.contextmanager
-def in_criu(world: World, daemon: Daemon, target: str) -> Iterator[str]:
-    """CRIU waits before its first step."""
-    world.criu.close()
-    job = world.begin(daemon, target)
-    world.criu.await_held()
-    yield job
-    world.criu.open()
-
-
-@contextlib.contextmanager
-def in_committing(world: World, daemon: Daemon, target: str) -> Iterator[str]:
-    """All has come; its packs, or what follows them, are not taken."""
-    world.hold("/packs/", "/ranks/", "/layouts/", "/snapshots/")
-    job = world.begin(daemon, target)
-    world.await_held(daemon, job)
-    yield job
-
-
-@contextlib.contextmanager
-def in_filling(world: World, daemon: Daemon, target: str) -> Iterator[str]:
-    """The processes run; memory that nobody touches is not filled."""
-    job = world.begin(daemon, target)
-    daemon.await_state(job, "filling")
-    yield job
-
-
-@contextlib.contextmanager
-def in_releasing(world: World, daemon: Daemon, target: str) -> Iterator[str]:
-    """The supervisor does not hear that it may go, as it is stopped."""
-    job = daemon.begin(target, name="tree", record_s=2, **FRESH)
-    daemon.await_state(job, "filling")
-    supervisor = world.agent.process_named("snapagent-super")
-    os.kill(supervisor, signal.SIGSTOP)
-    yield job
-    os.kill(supervisor, signal.SIGCONT)
-
-
-Holder = Callable[[World, Daemon, str], contextlib.AbstractContextManager[str]]
-HELD: dict[str, dict[str, Holder]] = {
-    CAPTURE: {
-        "queued": in_queued,
-        "preflight": in_preflight,
-        "dumping": in_criu,
-        "committing": in_committing,
-    },
-    RESTORE: {
-        "queued": in_queued,
-        "preflight": in_preflight,
-        "preparing": in_preparing,
-        "restoring": in_criu,
-        "filling": in_filling,
-        "releasing": in_releasing,
-    },
-}
-CASES = [(target, state) for target, states in HELD.items() for state in states]
-CANCELLED = [case for case in CASES if case[1] != "releasing"]
 
 
 def test_all_states_are_here() -> None:

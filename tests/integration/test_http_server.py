@@ -1,7 +1,5 @@
 """The example server, captured and restored for real; the test plays the agent of the handshake."""
 
-import contextlib
-import http.client
 import json
 import subprocess
 import sys
@@ -13,18 +11,15 @@ import pytest
 
 import snapstore
 from snapagent.handshake import ControlDirectory
-from snapagent.linux.probe import in_network_of
 from tests.support.criu import criu_program
+from tests.support.http_example import EXAMPLE, PAUSE_S_MAX, WARM_UP, Server
 from tests.support.network_locks import without_network_locks
 from tests.support.processes import end_processes_in, open_files, wait_until
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow, pytest.mark.usefixtures("criu")]
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "http_server.py"
-PAUSE_S_MAX = 30
 NAME = "examples/http:warm"
-WARM_UP = 3
 
 # It looks for files only when it finds that it was frozen.
 ONLY_WHEN_FROZEN = f"""
@@ -35,58 +30,6 @@ sys.argv[0] = {str(EXAMPLE)!r}
 sys.path.insert(0, {str(EXAMPLE.parent)!r})
 runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 """
-
-
-class Server:
-    """The example in its home, with a control directory beside it."""
-
-    def __init__(self, home: Path, control: Path, program: list[str]) -> None:
-        self.home = home
-        self.output = home / "output.txt"
-        arguments = ["--port", "0", "--mebibytes", "16", "--warm-up", str(WARM_UP)]
-        with self.output.open("wb") as output:
-            self._process = subprocess.Popen(  # noqa: S603 - no shell
-                [sys.executable, *program, *arguments],
-                cwd=home,
-                env={"PYTHONPATH": str(ROOT), "SNAPSHOT_CONTROL_DIR": str(control)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-        wait_until(lambda: "port" in self._said(), "the server listens", seconds=PAUSE_S_MAX)
-        self._port = int(self._said().split()[-1])
-
-    def _said(self) -> str:
-        said = self.output.read_text()
-        if self._process.poll() is not None:
-            raise RuntimeError(f"the server has ended:\n{said}")
-        return said
-
-    def ask(self, path: str, pid: int | None = None) -> dict[str, Any]:
-        """Ask it, in the network of the process that it has become."""
-
-        def get() -> dict[str, Any]:
-            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PAUSE_S_MAX)
-            with contextlib.closing(connection):
-                connection.request("GET", path)
-                answer: dict[str, Any] = json.loads(connection.getresponse().read())
-                return answer
-
-        return in_network_of(pid or self.pid, get)
-
-    def sleeps(self) -> bool:
-        """Whether all of it waits for something, the thread that waits for the agent included."""
-        states = [
-            (task / "stat").read_text().rpartition(")")[2].split()[0]
-            for task in Path(f"/proc/{self.pid}/task").iterdir()
-        ]
-        return len(states) > 1 and set(states) == {"S"}
-
-    def end(self) -> None:
-        end_processes_in(self.home)
-        self._process.wait()
 
 
 def snapagent(home: Path, *arguments: str) -> dict[str, Any]:
@@ -136,9 +79,7 @@ def test_a_server_answers_the_same_before_and_after(server: Server, work_dir: Pa
     control = work_dir / "control"
     before = [server.ask("/state"), server.ask("/item/7"), server.ask("/item/41999")]
     assert [answer["requests"] for answer in before] == [1, 2, WARM_UP]
-    with ControlDirectory.of_process(server.pid) as agent:
-        agent.wait_ready(PAUSE_S_MAX)
-        wait_until(server.sleeps, "the server waits for the agent", seconds=PAUSE_S_MAX)
+    server.await_ready()
     files = " ".join(open_files(server.pid))
     assert "inotify" not in files
     assert str(control) not in files

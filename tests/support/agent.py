@@ -92,6 +92,12 @@ class Agent:
             text=True,
         )
 
+    def preflight(self, pid: str, *options: str) -> Document:
+        """Return what stands in the way of a capture, whatever that is."""
+        output, _ = _finish(self._start(["preflight", "--pid", pid, *options, "--json"]))
+        document: Document = json.loads(output)
+        return document
+
     def run(self, *arguments: str) -> Document:
         """Run it to its success and return what it says."""
         return succeeded(self.start(*arguments))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -66,7 +67,8 @@ def process_that(
                 start_new_session=True,
             )
         stack.callback(process.wait)
-        stack.callback(process.kill)
+        # Its children too: they are of its session, as long as it has not been waited for.
+        stack.callback(os.killpg, process.pid, signal.SIGKILL)
         os.close(ready)
         os.close(life)
         said = _read_all(ready_here)

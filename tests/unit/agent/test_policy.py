@@ -41,6 +41,37 @@ def test_names(name: str, *, allowed: bool) -> None:
     assert allows(RULE, name) == allowed
 
 
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("team/qwen:v1", True),
+        ("team/pods/a/b", True),
+        ("team", False),
+        ("teams/qwen", False),
+        ("other/team/qwen", False),
+        ("other/team:v1", False),
+        (f"team/qwen@b3:{'0' * 64}", False),
+    ],
+)
+def test_namespaces(name: str, *, allowed: bool) -> None:
+    """A rule for a namespace, the first component of names, is for nothing beside it."""
+    rule = Rule(uid=1000, may=("restore",), names=("team/*",))
+    assert allows(rule, name) == allowed
+
+
+def test_memory_is_for_those_who_capture() -> None:
+    names = ("team/*",)
+    rules = (
+        Rule(gid=GROUP, may=("capture", "restore"), names=names),
+        Rule(uid=7, may=("read", "restore"), names=names),
+    )
+    policy = Policy(rules, STORE)
+    assert policy.may_keep_memory(USER)
+    assert policy.may_keep_memory(Peer(0, 0, frozenset()))
+    assert not policy.may_keep_memory(Peer(0, 7, frozenset({7})))
+    assert not policy.may_keep_memory(Peer(0, 1000, frozenset({1000})))
+
+
 def test_exact_snapshots_need_all_names() -> None:
     assert allows(Rule(uid=1000, may=("restore",), names=("*",)), f"x@b3:{'0' * 64}")
 

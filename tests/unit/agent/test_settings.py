@@ -7,6 +7,7 @@ import pytest
 from snapagent import config
 from snapagent.config import Rule, Settings, load_settings, settings_table
 from snapagent.errors import ConfigInvalid
+from snapagent.workload.host_memory import SOCKET_DEFAULT, SOCKET_VARIABLE
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "agent.md"
 
@@ -54,6 +55,19 @@ def test_environment_before_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (settings.threads, settings.jobs_at_once, settings.store) == (5, 2, "file:///b")
 
 
+def test_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket is beside the daemon's, or where workloads look for it as well."""
+    settings = load_settings(written(tmp_path, 'run_directory = "/run/a"\nbroker_bytes = "1GiB"\n'))
+    assert settings.broker
+    assert settings.broker_path == settings.agent.broker_path == Path("/run/a/memory.sock")
+    assert str(Settings().broker_path) == SOCKET_DEFAULT
+    monkeypatch.setenv(SOCKET_VARIABLE, "/run/b/sock")
+    monkeypatch.setenv("SNAPAGENT_BROKER", "false")
+    settings = load_settings()
+    assert not settings.broker
+    assert settings.broker_path == settings.agent.broker_path == Path("/run/b/sock")
+
+
 def test_rules(tmp_path: Path) -> None:
     path = written(tmp_path, '[[rules]]\nuid = 7\nmay = ["read"]\nnames = ["a/*"]\n')
     assert load_settings(path).rules == (Rule(uid=7, may=("read",), names=("a/*",)),)
@@ -72,6 +86,12 @@ def test_rules(tmp_path: Path) -> None:
         ("[[rules]]\nuid=1\nmay=['fly']\nnames=['a']", "rules[0].may[0]", "rules means"),
         ("[[rules]]\nuid=1\nmay=['read']\nname=['a']", "no such key", "names"),
         ("threads = ", "is no TOML", "key = value"),
+        ("broker = 1", "broker: Expected `bool`", "broker means"),
+        ("broker_socket = 'here'", "broker_socket: Expected `str` matching", "means"),
+        (f"broker_socket = '/{'x' * 102}'", "broker_socket: too long", "broker_socket means"),
+        ("broker_users = 'some'", "broker_users: Invalid enum value", "broker_users means"),
+        ("broker_bytes = 'much'", "broker_bytes: not a size", "broker_bytes means"),
+        ("broker_regions = 0", "broker_regions: Expected `int` >= 1", "broker_regions means"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str, step: str) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -20,8 +21,10 @@ import pytest
 from snapagent.errors import AgentError, PreflightFailed
 from snapagent.linux.memfds import check_memfd, make_memfd
 from snapagent.memory.broker import BrokerLimits, MemoryBroker
+from snapagent.memory.held import find_owners
 from snapagent.memory.ledger import session_id
 from snapagent.memory.placement import RegionPlace, SessionPlace
+from snapagent.workload import HostMemory, MemoryRefused
 from tests.support.waiting import wait_until
 
 PAGE = 4096
@@ -524,13 +527,120 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_only_some_users_may_come() -> None:
+    """Who may not is told so, and may go on with memory that was restored for it."""
+    asked: list[tuple[int, frozenset[int]]] = []
+
+    def may_use(uid: int, gids: frozenset[int]) -> bool:
+        asked.append((uid, gids))
+        return False
+
     with (
         tempfile.TemporaryDirectory(prefix="broker-") as folder,
-        MemoryBroker(Path(folder) / "memory.sock", users={os.geteuid() + 1}) as broker,
+        MemoryBroker(Path(folder) / "memory.sock", may_use=may_use) as broker,
     ):
+        with pytest.raises(MemoryRefused, match=f"uid {os.geteuid()} may have no") as caught:
+            HostMemory(str(broker.path), reserve_bytes=PAGE)
+        assert "broker_users" in str(caught.value)
+        assert find_owners(broker.path, {os.getpid()}) == set()
+        assert set(asked) == {(os.geteuid(), frozenset({os.getegid(), *os.getgroups()}))}
+        token = secrets.token_hex(32)
+        region = RegionPlace(
+            region=1, order=0, address=1 << 30, length=PAGE, huge=False, file="external/0-1.mem"
+        )
+        place = SessionPlace(session=session_id(token), regions=(region,))
+        admitted = broker.admit([("host", place)], os.getpid())
         peer = Peer(broker.path)
-        assert peer.hello() is None
+        peer.token = token
+        answer = peer.hello()
+        assert answer is not None
+        assert answer["kind"] == "welcome"
         peer.close()
+        admitted.abort()
+
+
+def give_back(broker: MemoryBroker, earlier: Peer) -> None:
+    """End the session of a peer: this process owns it, so that a holder would keep it for long."""
+    peer = Peer(broker.path)
+    peer.token = earlier.token
+    peer.hello(create=False)
+    answer = peer.ask("bye")
+    assert answer is not None
+    assert answer["kind"] == "gone"
+    peer.close()
+
+
+def test_root_may_ask_who_has_memory(broker: MemoryBroker, connect: Callable[[], Peer]) -> None:
+    """Of the broker, and of the holder when that is gone; asking changes nothing."""
+    mine = {os.getpid()}
+    assert find_owners(broker.path, mine | {1}) == set()
+    peer = connect()
+    peer.hello()
+    peer.allocate(1)
+    assert find_owners(broker.path, [*mine, *range(2000, 5000)]) == mine
+    assert find_owners(broker.path, {1}) == set()
+    peer.ask("release")
+    broker.close()
+    for _ in range(2):
+        assert find_owners(broker.path, mine) == mine
+    with MemoryBroker(broker.path) as again:
+        assert [one.state for one in again.status()] == ["released"]
+        assert find_owners(broker.path, mine) == mine
+        give_back(again, peer)
+
+
+def test_a_holder_that_dies_is_replaced(broker: MemoryBroker, connect: Callable[[], Peer]) -> None:
+    """Goal: released memory survives the death of its holder, and then that of the broker.
+
+    Method: write something, release, kill the holder, wait for the next one, close the broker, and
+    look into what the next broker has. A release after that works as well.
+    """
+    peer, late = connect(), connect()
+    for one in (peer, late):
+        one.hello()
+        one.allocate(1)
+    os.pwrite(peer.fds[0], b"precious", 0)
+    peer.ask("release")
+    first = broker.holder_pid
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: broker.has_holder and broker.holder_pid != first, "another holder")
+    answer = late.ask("release")
+    assert answer is not None
+    assert answer["kind"] == "released"
+    broker.close()
+    with MemoryBroker(broker.path) as again:
+        assert sorted(one.state for one in again.status()) == ["released", "released"]
+        back = connect()
+        back.token = peer.token
+        back.hello(create=False)
+        back.ask("resume")
+        back.ask("take", regions=[1])
+        assert os.pread(back.fds[-1], 8, 0) == b"precious"
+        for one in (peer, late):
+            give_back(again, one)
+
+
+def test_without_a_holder_nothing_is_released(
+    broker: MemoryBroker, connect: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: while no holder can be started, memory stays mapped; later all is well again.
+
+    Method: let the interpreter be one that there is not, kill the holder, and put it back.
+    """
+    peer = connect()
+    peer.hello()
+    peer.allocate(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/nonexistent/python")
+        os.kill(broker.holder_pid, signal.SIGKILL)
+        wait_until(lambda: not broker.has_holder, "no holder")
+        answer = peer.ask("release")
+        assert answer is not None
+        assert answer["code"] == "memory"
+    wait_until(lambda: broker.has_holder, "another holder")
+    answer = peer.ask("release")
+    assert answer is not None
+    assert answer["kind"] == "released"
+    give_back(broker, peer)
 
 
 def test_closing_leaves_nothing() -> None:
