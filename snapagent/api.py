@@ -97,6 +97,7 @@ class RestoreRequestBody(_Body, frozen=True):
     eager: bool = False
     record_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] | None = None
     force: bool = False
+    allow_driver_change: bool = False
     integrity: Literal["strong", "fast"] | None = None
 
 
@@ -116,6 +117,7 @@ class PreflightSnapshotBody(_Body, frozen=True):
     pids: Where = "here"
     network: Where = "here"
     into_pid: Pid | None = None
+    allow_driver_change: bool = False
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -177,6 +179,7 @@ class CaptureDone(_Answer, frozen=True):
     commit_s: float
     total_s: float
     page_bytes: int
+    cuda_checkpoint_s: float | None
     external_bytes: int
     ingest: dict[str, int]
     stored_bytes: int

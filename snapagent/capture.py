@@ -13,9 +13,12 @@ Invariants, and the order of steps that follows from them:
 
 5. External memory is stored beside CRIU's images, all at once; nobody can map it until it is read
    and CRIU has ended.
+6. What processes have in the CUDA driver is in their own memory while CRIU dumps them; those that
+   live afterwards get it back, whatever has failed.
 
-Order: external memory frozen, preflight, writer and sockets, external memory and CRIU at once,
-images and pages until CRIU is at `post-dump`, commit, answer, CRIU's end, memory thawed.
+Order: external memory frozen, preflight, writer, driver checkpoint, sockets, external memory and
+CRIU at once, images and pages until CRIU is at `post-dump`, commit, answer, CRIU's end, memory
+thawed, driver restore.
 """
 
 from __future__ import annotations
@@ -33,8 +36,17 @@ from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_streamer import CaptureStreamer
 from snapagent.criu.page_receiver import PageReceiver, page_sockets
-from snapagent.errors import AgentError, ProtocolError
+from snapagent.errors import AgentError, PreflightFailed, ProtocolError
+from snapagent.gpu.checkpoint import (
+    CheckpointedTree,
+    cuda_processes,
+    require_checkpoints,
+    uses_cuda,
+)
+from snapagent.gpu.driver import load_driver
+from snapagent.gpu.facts import cuda_facts, cuda_placement
 from snapagent.linux import namespaces, processes
+from snapagent.linux.memfds import has_open
 from snapagent.linux.network_locks import (
     find_network_lock,
     network_lock_names,
@@ -43,7 +55,9 @@ from snapagent.linux.network_locks import (
 from snapagent.memory.storing import RegionStreams
 from snapagent.preflight import (
     CaptureConditions,
+    Obstacles,
     add_machine,
+    check_cuda,
     check_external,
     check_process,
     require,
@@ -58,8 +72,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from snapagent.config import AgentConfig
+    from snapagent.gpu.facts import CudaFacts
     from snapagent.memory.broker import MemoryBroker
     from snapagent.memory.lent import FrozenSession
+    from snapagent.memory.placement import Rank
     from snapagent.preflight import Obstacle
     from snapstore import ProgressCallback, PushResult, SnapshotWriter, Store
 
@@ -101,6 +117,8 @@ class CaptureResult:
         total_s: All of it.
         page_bytes: Bytes of memory that came from CRIU.
         external_bytes: Bytes of external memory, which CRIU did not see.
+        cuda_checkpoint_s: How long the driver took to put GPU state into host memory; none without
+            any.
         stopped: Whether the tree was ended.
         network_lock: Table of nftables that drops the packets of its connections until a restore
             in the same network; none if the tree goes on or had no connections, or CRIU has left
@@ -115,6 +133,7 @@ class CaptureResult:
     total_s: float
     page_bytes: int
     external_bytes: int
+    cuda_checkpoint_s: float | None
     stopped: bool
     network_lock: str | None
 
@@ -134,6 +153,7 @@ class CaptureResult:
             "total_s": self.total_s,
             "page_bytes": self.page_bytes,
             "external_bytes": self.external_bytes,
+            "cuda_checkpoint_s": self.cuda_checkpoint_s,
             "ingest": dataclasses.asdict(pushed.ingest),
             "stored_bytes": pushed.stored_bytes,
             "warnings": list(pushed.warnings),
@@ -165,6 +185,8 @@ def capture(
         NoSuchProcess: There is none.
         CaptureRunning: Another capture of it is under way.
         CriuFailed: CRIU could not; the source goes on.
+        GpuFailed: The CUDA driver could not. The source goes on, unless the message says that it
+            could not get its GPU state back.
         BackendError: The storage failed; the source goes on.
         Interrupted: It was cancelled; the source goes on.
     """
@@ -190,7 +212,9 @@ def capture(
                 progress=progress,
             )
         )
+        cuda = _checkpoint_cuda(request.pid, stack)
         dump = _Dump(writer, work, request, config, control)
+        dump.cuda = cuda
         external = RegionStreams(
             writer, frozen, threads=store.options.threads_effective, on_error=dump.fail
         )
@@ -218,14 +242,54 @@ def find_obstacles(
 
 
 def _obstacles(pid: int, config: AgentConfig, *, stop: bool) -> list[Obstacle]:
+    has_gpus = any(map(uses_cuda, _tree(pid)))
     conditions = CaptureConditions(
         criu=config.criu,
         criu_cache=config.criu_cache,
         stop=stop,
         shell_job=True,
         ghost_bytes_max=program.GHOST_BYTES_MAX,
+        # The driver's checkpoint closes them before CRIU looks.
+        devices=("/dev/nvidia",) if has_gpus else (),
     )
-    return check_process(pid, conditions)
+    found = Obstacles()
+    found.extend(check_process(pid, conditions))
+    if has_gpus:
+        check_cuda(found)
+    return found.result()
+
+
+def _tree(pid: int) -> list[int]:
+    return [pid, *processes.descendants(pid)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _CudaState:
+    """What the tree had in the CUDA driver, and how long it took to take it out."""
+
+    facts: CudaFacts
+    seconds: float
+
+
+def _checkpoint_cuda(pid: int, stack: contextlib.ExitStack) -> _CudaState | None:
+    """Take GPU state into host memory until the stack unwinds."""
+    found = cuda_processes(_tree(pid))
+    if not found:
+        return None
+    for one in found:
+        if has_open(one):
+            raise PreflightFailed(
+                f"process {one} has external memory mapped, which the CUDA driver would checkpoint "
+                "and could not restore",
+                next_step="let the workload call release, and wait for it",
+            )
+    driver = load_driver()
+    require_checkpoints(driver)
+    inner = [number for one in found if (number := processes.inner_pid(one)) is not None]
+    clock = SystemClock()
+    began_s = clock.monotonic_s()
+    stack.enter_context(CheckpointedTree(found))
+    return _CudaState(cuda_facts(driver, inner), clock.monotonic_s() - began_s)
 
 
 def _freeze(request: CaptureRequest, stack: contextlib.ExitStack) -> list[FrozenSession]:
@@ -253,6 +317,7 @@ class _Dump:
         self.frozen_s = 0.0
         self.commit_began_s = self.commit_ended_s = 0.0
         self.external: RegionStreams | None = None
+        self.cuda: _CudaState | None = None
         self.network_lock: str | None = None
         """What stays of it on purpose, known at the end."""
         self._images = ImageStore(writer)
@@ -340,6 +405,7 @@ class _Dump:
             total_s=ended_s - started_s,
             page_bytes=self.pages.size_bytes,
             external_bytes=self.external.size_bytes,
+            cuda_checkpoint_s=self.cuda.seconds if self.cuda is not None else None,
             stopped=self._request.stop,
             network_lock=self.network_lock,
         )
@@ -451,6 +517,15 @@ class _Dump:
         self._decided.wait()
         return self.pushed is not None and self._failure is None
 
+    def _placements(self, external: RegionStreams) -> Mapping[Rank, Mapping[str, object]]:
+        placements = dict(external.placements())
+        if self.cuda is not None:
+            placements["host"] = {
+                **placements.get("host", {}),
+                **cuda_placement(self.cuda.facts),
+            }
+        return placements
+
     def _make_durable(self) -> None:
         self.commit_began_s = self._clock.monotonic_s()
         try:
@@ -469,7 +544,7 @@ class _Dump:
             self.pushed = self._writer.commit(
                 kind=described.kind,
                 requirements=requirements,
-                placements=external.placements(),
+                placements=self._placements(external),
             )
             self._control.settle()
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits for CRIU

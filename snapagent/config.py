@@ -51,6 +51,7 @@ CONFIG_PATH: Final = Path("/etc/snapagent.toml")
 CONFIG_BYTES_MAX: Final = 1 << 20
 
 _CHECKOUT_CRIU = Path(__file__).parent.parent / "tools" / "criu" / "criu"
+_BROKER_SIZES = ("broker_bytes", "broker_process_bytes", "broker_gpu_bytes")
 _SOCKET_PATH_BYTES_MAX = 107
 """`sun_path`, less its NUL."""
 _SOCKET_NAME = "agent.sock"
@@ -235,6 +236,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     broker_process_bytes: Annotated[
         str, msgspec.Meta(description="What one process has; empty: the machine's memory")
     ] = ""
+    broker_gpu_bytes: Annotated[
+        str, msgspec.Meta(description="What all have together on any one GPU; empty: all of it")
+    ] = ""
     broker_processes: Annotated[
         int,
         msgspec.Meta(
@@ -250,7 +254,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = ()
 
     def __post_init__(self) -> None:
-        for key in ("memory", "cache", "broker_bytes", "broker_process_bytes"):
+        for key in ("memory", "cache", *_BROKER_SIZES):
             value = getattr(self, key)
             if not value and key.startswith("broker"):
                 continue

@@ -17,6 +17,9 @@
            DaemonEnding       it is about to end
          DaemonLost           the daemon went away in the middle of an answer
          NoSuchJob (3)        the daemon has no such job, or none that this peer may see
+         GpuUnavailable       there is no CUDA driver, or no such GPU
+         GpuFailed            a function of the CUDA driver returned an error
+           GpuOutOfMemory     a GPU has not as much memory left
 
 Every error leaves nothing behind: no process half restored, no mount, no socket, no namespace, and
 a process that was to be captured goes on.
@@ -35,6 +38,9 @@ __all__ = [
     "DaemonBusy",
     "DaemonEnding",
     "DaemonLost",
+    "GpuFailed",
+    "GpuOutOfMemory",
+    "GpuUnavailable",
     "NoSuchJob",
     "NoSuchProcess",
     "PreflightFailed",
@@ -110,3 +116,35 @@ class NoSuchJob(AgentError):
     """The daemon has no such job, or none that this peer may see."""
 
     exit_code = 3
+
+
+class GpuUnavailable(AgentError):
+    """There is no CUDA driver on this machine, or it has no such GPU. Nothing was begun."""
+
+
+class GpuFailed(AgentError):
+    """A function of the CUDA driver returned an error.
+
+    Attributes:
+        function: Its name.
+        cuda_code: What it returned.
+        error_name: The same in CUDA's words.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        function: str,
+        cuda_code: int,
+        error_name: str,
+        next_step: str = "",
+    ) -> None:
+        super().__init__(message, next_step=next_step)
+        self.function = function
+        self.cuda_code = cuda_code
+        self.error_name = error_name
+
+
+class GpuOutOfMemory(GpuFailed):
+    """A GPU has not as much memory left as was asked for. Nothing of it was taken."""

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["KeeperOrder", "keep"]
 
 KILL_S_MAX: Final = 60.0
+GUESTS_S_MAX: Final = 60.0
+GUESTS_POLL_S: Final = 0.02
 CRASHED: Final = 70
 NOT_STARTED: Final = 127
 PIDS_LEFT_FREE: Final = 1000
@@ -266,6 +268,21 @@ class _Keeper:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
+        _await_guests()
+
+
+def _await_guests() -> None:
+    """Wait for those who came into this pid namespace from outside, which ends with its init.
+
+    A capture that stops the tree has CRIU in here, which has just killed the last of its processes
+    and still has to say that it went well.
+    """
+    for _ in range(round(GUESTS_S_MAX / GUESTS_POLL_S)):
+        try:
+            os.kill(-1, 0)
+        except ProcessLookupError:
+            return
+        select.select([], [], [], GUESTS_POLL_S)
 
 
 def _wake_at_child_ends() -> tuple[socket.socket, socket.socket]:

@@ -50,6 +50,7 @@ def recorded_capture(
             snapshot=result.pushed.snapshot.hex,
             phases={
                 "setup": result.setup_s,
+                **({} if result.cuda_checkpoint_s is None else {"gpu": result.cuda_checkpoint_s}),
                 "criu": result.dump_s,
                 "commit": result.commit_s,
                 "frozen": result.frozen_s,
@@ -87,6 +88,7 @@ def recorded_restore(
             phases={
                 "setup": result.agent_setup_s,
                 "criu": result.criu_restore_s,
+                **({} if result.cuda_restore_s is None else {"gpu": result.cuda_restore_s}),
                 "fill": result.fill_s,
             },
             first_answer_s=result.running_s,

@@ -9,13 +9,18 @@ Invariants, and the order of steps that follows from them:
 3. What can be known beforehand is said beforehand: CRIU starts only after preflight.
 4. Memory is bounded by the budget of the store and one buffer for each thread that fills.
 5. External memory is filled from the start, beside CRIU, and goes to its workload when it is whole.
+6. Processes that had something in the CUDA driver wait in their next call of it until they have it
+   back. CRIU loads all of their memory: the driver touches what it reads back, and waiting for
+   that in a userfaultfd takes ten times as long as loading it.
 
 Order: snapshot and small images, preflight, supervisor and place, external memory, image stream and
-lazy-pages socket, CRIU, faults from its first moment, the tree runs, background fill, release.
+lazy-pages socket, CRIU, faults from its first moment, the tree runs, background fill, driver
+restore, release.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -28,14 +33,27 @@ from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_set import find_images
 from snapagent.criu.image_streamer import RestoreStreamer
 from snapagent.errors import CriuFailed, PreflightFailed, ProtocolError, WorkloadLost
+from snapagent.gpu.checkpoint import restore_cuda
+from snapagent.gpu.facts import read_cuda_facts
+from snapagent.gpu.owned import GpuMemory
+from snapagent.lazy.absent import NothingLazy
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.stats import LazyStats, PageRun
 from snapagent.linux import processes
 from snapagent.memory.filling import RegionFill, read_places
-from snapagent.preflight import RestoreConditions, check_images, require
+from snapagent.memory.placement import HOST
+from snapagent.preflight import (
+    GpuPlan,
+    Obstacles,
+    RestoreConditions,
+    check_images,
+    plan_gpus,
+    require,
+)
 from snapagent.restore_images import StreamedImages, read_facts
 from snapagent.supervision import Place, Supervisor, criu_command
 from snapagent.workdir import work_directory
+from snapstore import SnapError
 from snapstore.clock import SystemClock
 from snapstore.errors import UsageError
 
@@ -46,6 +64,7 @@ if TYPE_CHECKING:
 
     from snapagent.config import AgentConfig
     from snapagent.criu.image_set import ImageSet
+    from snapagent.gpu.facts import CudaFacts
     from snapagent.memory.broker import MemoryBroker
     from snapagent.memory.lent import Admissions
     from snapagent.memory.placement import Rank, SessionPlace
@@ -77,6 +96,8 @@ class RestoreRequest:
         record_s: Fill only what is touched for so long, and keep the order of first touches as a
             hint for later restores; then fill the rest.
         force: Restore although preflight found what forbids it.
+        allow_driver_change: Restore GPU state although this machine has another version of the
+            NVIDIA driver.
         broker: Gets the external memory of the snapshot, if it has any.
 
     Raises:
@@ -89,6 +110,7 @@ class RestoreRequest:
     eager: bool = False
     record_s: float | None = None
     force: bool = False
+    allow_driver_change: bool = False
     broker: MemoryBroker | None = None
 
     def __post_init__(self) -> None:
@@ -110,8 +132,9 @@ class RestoreResult:
         pids: All process ids as the processes themselves see them.
         agent_setup_s: Until CRIU was started.
         criu_restore_s: From there until the processes ran.
+        cuda_restore_s: From there until they had their GPU state back; none without any.
         fill_s: From there until all of their memory was in place.
-        running_s: When the processes ran: the time to the first answer.
+        running_s: When the processes ran, with their GPUs: the time to the first answer.
         total_s: Until everything was done.
         eager_bytes: Loaded by CRIU before the processes ran.
         shared_bytes: Of these, shared memory, which cannot be lazy.
@@ -127,6 +150,7 @@ class RestoreResult:
     pids: tuple[int, ...]
     agent_setup_s: float
     criu_restore_s: float
+    cuda_restore_s: float | None
     fill_s: float
     running_s: float
     total_s: float
@@ -139,7 +163,7 @@ class RestoreResult:
 
     def document(self) -> dict[str, object]:
         """Everything as plain values, for JSON."""
-        return {**dataclasses.asdict(self), "cuda_restore_s": None}
+        return dataclasses.asdict(self)
 
 
 class Restoration:
@@ -179,7 +203,9 @@ class Restoration:
         self._config = config
         self._clock = SystemClock()
         self._started_s = self._clock.monotonic_s()
-        self._setup_s = self._running_s = self._filled_s = 0.0
+        self._setup_s = self._criu_s = self._running_s = self._filled_s = 0.0
+        self._gpus = GpuPlan()
+        self._cuda_processes = 0
         self._failure: BaseException | None = None
         self._failed = threading.Event()
         self._criu_ended = threading.Event()
@@ -240,11 +266,13 @@ class Restoration:
         control.enter("preflight")
         target = _look_up(self._store, request)
         self._snapshot, facts, place = target.snapshot, target.facts, target.place
-        self._facts = facts
+        self._facts, self._cuda = facts, target.cuda
         if place.pids == "here" and place.join_pid is None:
             self._await_reaped()
+        found = Obstacles()
+        self._gpus = _plan_gpus(found, target, request)
         if not request.force:
-            obstacles = _obstacles(target, config)
+            obstacles = _obstacles(found, target, config)
             require(obstacles, of=f"snapshot {self._snapshot.id.short}", done="restored")
         control.enter("preparing")
         directory = self._stack.enter_context(work_directory(config, "restore"))
@@ -273,24 +301,44 @@ class Restoration:
         self._lazy.start()
         argv += program.restore_arguments(
             directory="{work}",
-            lazy=True,
+            lazy=self._cuda is None,
             shell_job=facts.is_shell_job,
             tcp_close=facts.images.inventory.tcp_close,
         )
         self._setup_s = self._elapsed_s()
         control.enter("restoring")
         self._run_criu(argv, work)
-        self._running_s = self._elapsed_s()
+        self._criu_s = self._elapsed_s()
         control.enter("filling")
         if request.record_s is None:
             self._lazy.start_fill()
+        self._restore_cuda()
+        self._running_s = self._elapsed_s()
+
+    def _restore_cuda(self) -> None:
+        """Give the processes back what they had in the CUDA driver."""
+        if self._cuda is None:
+            return
+        pids = [process.pid for process in self._supervisor.processes()]
+        try:
+            self._cuda_processes = restore_cuda(pids, self._gpus.changed)
+        except SnapError:
+            # If the tree was ended meanwhile, why is what counts.
+            self._check()
+            raise
+        wanted = len(self._cuda.processes)
+        if self._cuda_processes != wanted:
+            raise WorkloadLost(
+                f"{wanted} processes of the snapshot use GPUs, {self._cuda_processes} were restored"
+            )
 
     def _begin_external(self, places: Sequence[tuple[Rank, SessionPlace]]) -> None:
         """Make external memory and begin to fill it; it goes if the restore does not end well."""
         broker = self._request.broker
         if broker is None or not places:
             return
-        self._admissions = broker.admit(places, self._supervisor.keeper_pid)
+        keeper = self._supervisor.keeper_pid
+        self._admissions = broker.admit(places, keeper, self._gpus.devices)
         self._stack.callback(self._abort_external)
         self._external = self._stack.enter_context(
             RegionFill(
@@ -300,6 +348,18 @@ class Restoration:
                 on_error=self._fail,
             )
         )
+
+    def _bottleneck(self, lazy: LazyStats) -> str:
+        """Name what most of the time went into."""
+        reads = lazy.read_s >= lazy.copy_s
+        filling = "reading and checking memory" if reads else "copying memory"
+        parts = {
+            "the agent's setup": self._setup_s,
+            "CRIU": self._criu_s - self._setup_s,
+            "the CUDA driver": self._running_s - self._criu_s,
+            filling: self._filled_s - self._running_s,
+        }
+        return max(parts, key=lambda name: parts[name])
 
     def _abort_external(self) -> None:
         if self._admissions is not None and not self._released:
@@ -330,7 +390,9 @@ class Restoration:
     def _elapsed_s(self) -> float:
         return self._clock.monotonic_s() - self._started_s
 
-    def _make_lazy(self, work: Path) -> LazyPages:
+    def _make_lazy(self, work: Path) -> LazyPages | NothingLazy:
+        if self._cuda is not None:
+            return NothingLazy()
         request, options = self._request, self._store.options
         return LazyPages(
             work,
@@ -486,7 +548,8 @@ class Restoration:
             root_pid=self.root_pid,
             pids=tuple(process.pid for process in self._facts.images.processes),
             agent_setup_s=self._setup_s,
-            criu_restore_s=self._running_s - self._setup_s,
+            criu_restore_s=self._criu_s - self._setup_s,
+            cuda_restore_s=self._running_s - self._criu_s if self._cuda_processes else None,
             fill_s=self._filled_s - self._running_s,
             running_s=self._running_s,
             total_s=self._elapsed_s(),
@@ -495,7 +558,7 @@ class Restoration:
             external_bytes=self._external.done_bytes if self._external is not None else 0,
             external_s=self._external_s(),
             lazy=stats,
-            bottleneck=_bottleneck(self._setup_s, self._running_s, self._filled_s, stats),
+            bottleneck=self._bottleneck(stats),
         )
 
 
@@ -508,12 +571,14 @@ class _Target:
     facts: DumpFacts
     place: Place
     external: Sequence[tuple[Rank, SessionPlace]]
+    cuda: CudaFacts | None
 
 
 def _look_up(store: Store, request: RestoreRequest) -> _Target:
     snapshot = store.snapshot(request.name)
     images = find_images(snapshot, request.images)
-    facts = read_facts(images)
+    cuda = _cuda_facts(snapshot)
+    facts = read_facts(images, lazy=cuda is None)
     place = request.place
     if place.network == "fresh":
         place = dataclasses.replace(place, addresses=facts.addresses)
@@ -524,17 +589,42 @@ def _look_up(store: Store, request: RestoreRequest) -> _Target:
             next_step="let a daemon restore it that has one: `snapagent run`, and `restore` "
             "without --no-daemon; see docs/external-memory.md",
         )
-    return _Target(snapshot, images, facts, place, external)
+    return _Target(snapshot, images, facts, place, external, cuda)
 
 
-def _obstacles(target: _Target, config: AgentConfig) -> list[Obstacle]:
+def _cuda_facts(snapshot: Snapshot) -> CudaFacts | None:
+    for rank in snapshot.ranks():
+        if rank.number == "host":
+            return read_cuda_facts(rank.meta.placement, of=f"snapshot {snapshot.id.short}")
+    return None
+
+
+def _plan_gpus(found: Obstacles, target: _Target, request: RestoreRequest) -> GpuPlan:
+    needed: collections.Counter[str] = collections.Counter()
+    for _, session in target.external:
+        for region in session.regions:
+            if region.device != HOST:
+                needed[region.device] += region.length
+    memory = request.broker.gpus if request.broker is not None else GpuMemory()
+    return plan_gpus(
+        found,
+        target.cuda,
+        needed,
+        memory,
+        allow_driver_change=request.allow_driver_change,
+    )
+
+
+def _obstacles(found: Obstacles, target: _Target, config: AgentConfig) -> list[Obstacle]:
     conditions = RestoreConditions(
         criu=config.criu,
         criu_cache=config.criu_cache,
+        lazy=target.cuda is None,
         work_directory=config.run_directory,
     )
     requirements = target.snapshot.manifest.requirements
-    return check_images(target.facts.images, requirements, target.place, conditions)
+    found.extend(check_images(target.facts.images, requirements, target.place, conditions))
+    return found.result()
 
 
 def find_obstacles(store: Store, request: RestoreRequest, config: AgentConfig) -> list[Obstacle]:
@@ -545,18 +635,9 @@ def find_obstacles(store: Store, request: RestoreRequest, config: AgentConfig) -
         AgentError: It holds no processes.
         IntegrityError: It is damaged.
     """
-    return _obstacles(_look_up(store, request), config)
-
-
-def _bottleneck(setup_s: float, running_s: float, filled_s: float, lazy: LazyStats) -> str:
-    """Name what most of the time went into."""
-    reads = lazy.read_s >= lazy.copy_s
-    parts = {
-        "the agent's setup": setup_s,
-        "CRIU": running_s - setup_s,
-        "reading and checking memory" if reads else "copying memory": filled_s - running_s,
-    }
-    return max(parts, key=lambda name: parts[name])
+    found, target = Obstacles(), _look_up(store, request)
+    _plan_gpus(found, target, request)
+    return _obstacles(found, target, config)
 
 
 def restore(

@@ -6,16 +6,19 @@ to load itself, packed. Private memory that a userfaultfd can fill comes later.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import ipaddress
 import itertools
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from snapagent.criu.ghosts import REMAPS_IMAGE, rename_ghosts
-from snapagent.criu.laziness import with_lazy_marks
+from snapagent.criu.laziness import with_lazy_marks, without_zeros
 from snapagent.criu.pagemaps import build_pagemap
 from snapagent.errors import AgentError
 from snapagent.lazy.memory import TaskMemory
@@ -24,16 +27,22 @@ from snapstore import criu
 from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
+    from concurrent.futures import Future
 
     from snapagent.criu.ghosts import Ghosts
     from snapagent.criu.image_pipe import ImagePipe
     from snapagent.criu.image_set import ImageSet
     from snapagent.preflight import Images
+    from snapstore import SnapshotFile
 
 __all__ = ["DumpFacts", "StreamedImages", "pieces", "read_facts"]
 
 _PIECE_BYTES = 1 << 20
+_AHEAD_BYTES_MIN = 64 << 20
+"""Of an image that CRIU loads itself; smaller ones are not worth threads."""
+_AHEAD_PIECE_BYTES = 8 << 20
+_AHEAD_THREADS = 4
 _GHOST_PATHS_BYTES_MAX = 64 << 10
 """They go to the supervisor in one message."""
 
@@ -84,8 +93,12 @@ def _is_of_a_link(address: str) -> bool:
     return not (parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast)
 
 
-def read_facts(images: ImageSet) -> DumpFacts:
+def read_facts(images: ImageSet, *, lazy: bool = True) -> DumpFacts:
     """Read the small images of a dump, for one restore: each has names of its own for ghosts.
+
+    Args:
+        images: Of the dump.
+        lazy: Whether a userfaultfd brings what it can; else CRIU loads all memory itself.
 
     Raises:
         AgentError: An image is missing, or the dump is one that this agent cannot restore.
@@ -105,19 +118,23 @@ def read_facts(images: ImageSet) -> DumpFacts:
         owner = name.removeprefix("pagemap-").removesuffix(".img")
         memory = small.memories.get(int(owner)) if owner.isdecimal() else None
         if memory is not None:
-            marked = with_lazy_marks(pagemap, memory.vmas)
+            marked = (
+                with_lazy_marks(pagemap, memory.vmas)
+                if lazy
+                else without_zeros(pagemap, memory.vmas, _zeros(images, pages))
+            )
             if marked is not pagemap:
                 rewritten[name] = build_pagemap(
                     marked.pages_id, (entry[:3] for entry in marked.entries())
                 )
             pagemap = marked
-        loaded = _eager_ranges(pagemap, is_shared=memory is None)
+        loaded = _eager_ranges(pagemap, all_of_it=memory is None or not lazy)
         eager.setdefault(pages, []).extend(loaded)
         count = sum(length for _, length in loaded)
-        lazy_bytes += pagemap.present_bytes - count
-        if memory is not None:
+        lazy_bytes += pagemap.present_bytes - count if lazy else 0
+        if memory is not None and lazy:
             tasks[int(owner)] = _task_memory(images, int(owner), memory, pagemap, pages)
-        else:
+        elif memory is None:
             shared_bytes += count
     ghosts = _rename_ghosts(images, small)
     if ghosts is not None:
@@ -133,6 +150,12 @@ def read_facts(images: ImageSet) -> DumpFacts:
         renamed=ghosts.images if ghosts is not None else {},
         ghosts=_first_paths(ghosts.paths) if ghosts is not None else [],
     )
+
+
+def _zeros(images: ImageSet, pages: str) -> list[tuple[int, int]]:
+    """Return the ranges of an image of pages that the store knows to be zeros, ascending."""
+    found = images.open(pages).ranges(about_bytes=_PIECE_BYTES)
+    return sorted((one.offset, one.length) for one in found if one.is_zeros)
 
 
 def _rename_ghosts(images: ImageSet, small: Images) -> Ghosts | None:
@@ -168,14 +191,48 @@ class StreamedImages:
         return lambda pipe: pipe.write(self._images.read(name))
 
     def _write_ranges(self, name: str, pipe: ImagePipe) -> None:
-        buffer = memoryview(bytearray(_PIECE_BYTES))
         file = self._images.open(name)
-        for offset, length in pieces(self._eager[name], _PIECE_BYTES):
-            file.read_into(offset, buffer[:length], streaming=length == _PIECE_BYTES)
-            pipe.write(buffer[:length])
+        if sum(length for _, length in self._eager[name]) < _AHEAD_BYTES_MIN:
+            buffer = memoryview(bytearray(_PIECE_BYTES))
+            for offset, length in pieces(self._eager[name], _PIECE_BYTES):
+                file.read_into(offset, buffer[:length], streaming=length == _PIECE_BYTES)
+                pipe.write(buffer[:length])
+            return
+        with contextlib.closing(_read_ahead(file, self._eager[name])) as read:
+            for data in read:
+                pipe.write_steadily(data)
 
 
-def pieces(ranges: list[tuple[int, int]], size_bytes: int) -> Iterator[tuple[int, int]]:
+def _read_ahead(file: SnapshotFile, ranges: list[tuple[int, int]]) -> Generator[memoryview]:
+    """Read pieces by several threads, and give them in order; each is valid until the next.
+
+    CRIU takes them one after the other, so that reading and checking would else wait for it.
+    """
+    free = [memoryview(bytearray(_AHEAD_PIECE_BYTES)) for _ in range(_AHEAD_THREADS + 1)]
+    waiting: collections.deque[tuple[Future[None], memoryview, int]] = collections.deque()
+
+    def read(offset: int, into: memoryview) -> None:
+        file.read_into(offset, into, streaming=into.nbytes == _AHEAD_PIECE_BYTES)
+
+    pool = ThreadPoolExecutor(_AHEAD_THREADS, thread_name_prefix="snapagent-ahead")
+    try:
+        left = pieces(ranges, _AHEAD_PIECE_BYTES)
+        while True:
+            while free and (one := next(left, None)) is not None:
+                offset, length = one
+                buffer = free.pop()
+                waiting.append((pool.submit(read, offset, buffer[:length]), buffer, length))
+            if not waiting:
+                return
+            done, buffer, length = waiting.popleft()
+            done.result()
+            yield buffer[:length]
+            free.append(buffer)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def pieces(ranges: list[tuple[int, int]], size_bytes: int) -> Generator[tuple[int, int]]:
     """Divide ranges `(offset, length)` into pieces of at most some bytes."""
     for offset, length in ranges:
         for start in range(0, length, size_bytes):
@@ -197,10 +254,10 @@ def _check_pages(images: ImageSet, name: str, pagemap: criu.Pagemap, pages: str)
         )
 
 
-def _eager_ranges(pagemap: criu.Pagemap, *, is_shared: bool) -> list[tuple[int, int]]:
+def _eager_ranges(pagemap: criu.Pagemap, *, all_of_it: bool) -> list[tuple[int, int]]:
     """Where in the image of pages is what CRIU loads itself, neighbours joined."""
     present = (pagemap.flags & criu.PageFlag.PRESENT) != 0
-    chosen = present if is_shared else present & ((pagemap.flags & criu.PageFlag.LAZY) == 0)
+    chosen = present if all_of_it else present & ((pagemap.flags & criu.PageFlag.LAZY) == 0)
     offsets = pagemap.offsets[chosen].astype(np.int64)
     lengths = pagemap.counts[chosen].astype(np.int64) * PAGE_BYTES
     if not len(offsets):

@@ -15,17 +15,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from snapstore.cache.contents import CacheEntry, CacheStats, CacheTier, TierStats
     from snapstore.cache.node_cache import CachedFile, NodeCache
+    from snapstore.chunking.grid import DEVICE_CHUNK_BYTES
     from snapstore.errors import SnapError
     from snapstore.format.page_order import PageRun, decode_page_order, encode_page_order
     from snapstore.format.tree import EntryType
     from snapstore.ids import RankId, RefName, SnapshotId, SnapshotRef, parse_snapshot_ref
     from snapstore.options import Compression, Integrity, StoreOptions
     from snapstore.progress import Progress, ProgressCallback
-    from snapstore.repository.arriving_file import FileWriter
+    from snapstore.repository.arriving_file import FileWriter, HashedTotals
     from snapstore.repository.diff import DiffBytes, SnapshotDiff, StreamDiff
+    from snapstore.repository.file_pieces import FileChunks, FilePiece
     from snapstore.repository.file_ranges import FileRange
     from snapstore.repository.file_reader import SnapshotEntry, SnapshotFile
+    from snapstore.repository.hashed_chunks import HashedChunks
     from snapstore.repository.pull import PullResult
+    from snapstore.repository.range_reader import ReadCheck
     from snapstore.repository.refs import NameGeneration, ResolvedRef
     from snapstore.repository.removal import Freed, RemovedName, RemoveResult
     from snapstore.repository.snapshot import Snapshot
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from snapstore.version import VERSION
 
 __all__ = [
+    "DEVICE_CHUNK_BYTES",
     "VERSION",
     "CacheEntry",
     "CacheStats",
@@ -49,9 +54,13 @@ __all__ = [
     "DescribedFile",
     "DiffBytes",
     "EntryType",
+    "FileChunks",
+    "FilePiece",
     "FileRange",
     "FileWriter",
     "Freed",
+    "HashedChunks",
+    "HashedTotals",
     "Integrity",
     "NameGeneration",
     "NamespaceStats",
@@ -63,6 +72,7 @@ __all__ = [
     "PullResult",
     "PushResult",
     "RankId",
+    "ReadCheck",
     "RefName",
     "RemoveResult",
     "RemovedName",
@@ -100,6 +110,7 @@ _HOMES = {
     "WarmResult": "snapstore.repository.warming",
     "CachedFile": "snapstore.cache.node_cache",
     "NodeCache": "snapstore.cache.node_cache",
+    "DEVICE_CHUNK_BYTES": "snapstore.chunking.grid",
     "SnapError": "snapstore.errors",
     "PageRun": "snapstore.format.page_order",
     "decode_page_order": "snapstore.format.page_order",
@@ -116,13 +127,18 @@ _HOMES = {
     "Progress": "snapstore.progress",
     "ProgressCallback": "snapstore.progress",
     "FileWriter": "snapstore.repository.arriving_file",
+    "HashedChunks": "snapstore.repository.hashed_chunks",
+    "HashedTotals": "snapstore.repository.arriving_file",
     "DiffBytes": "snapstore.repository.diff",
     "SnapshotDiff": "snapstore.repository.diff",
     "StreamDiff": "snapstore.repository.diff",
+    "FileChunks": "snapstore.repository.file_pieces",
+    "FilePiece": "snapstore.repository.file_pieces",
     "FileRange": "snapstore.repository.file_ranges",
     "SnapshotEntry": "snapstore.repository.file_reader",
     "SnapshotFile": "snapstore.repository.file_reader",
     "PullResult": "snapstore.repository.pull",
+    "ReadCheck": "snapstore.repository.range_reader",
     "ResolvedRef": "snapstore.repository.refs",
     "NameGeneration": "snapstore.repository.refs",
     "Freed": "snapstore.repository.removal",

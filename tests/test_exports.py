@@ -32,6 +32,7 @@ NOT_EXPORTED = {
     "Pin": "what `NodeCache.pins` gives, read through its attributes; `Store.pin` makes it",
     "RankNumber": "a number, or the word host",
     "RankSummary": "a part of `SnapshotSummary`, read through its attributes",
+    "StoredFrame": "a part of `FilePiece`, for the library",
     "RootManifest": "a part of `Snapshot`, read through its attributes",
 }
 """Types that signatures of the façade mention and that are no part of it, each with the reason."""

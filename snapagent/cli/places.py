@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from snapagent.client import Daemon
     from snapagent.config import Settings
 
-__all__ = ["IntoPid", "Network", "NoDaemon", "Pids", "Where", "daemon", "require_place"]
+__all__ = [
+    "DriverChange",
+    "IntoPid",
+    "Network",
+    "NoDaemon",
+    "Pids",
+    "Where",
+    "daemon",
+    "require_place",
+]
 
 
 class Where(enum.Enum):
@@ -32,6 +41,15 @@ Network = Annotated[
 IntoPid = Annotated[
     int | None,
     typer.Option(metavar="P", help="Namespaces and root directory of P, such as a container's."),
+]
+
+DriverChange = Annotated[
+    bool,
+    typer.Option(
+        "--allow-driver-change",
+        help="Restore GPU state although this machine has another version of the NVIDIA driver, "
+        "which NVIDIA does not promise to work.",
+    ),
 ]
 
 NoDaemon = Annotated[

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snapagent.cli.places import (
+    DriverChange,
     IntoPid,
     Network,
     NoDaemon,
@@ -41,6 +42,7 @@ def preflight(
     images: Annotated[
         str | None, typer.Option(metavar="DIR", help="Which dump, if the snapshot has several.")
     ] = None,
+    allow_driver_change: DriverChange = False,
     stop: Annotated[bool, typer.Option("--stop", help="As for capture.")] = False,
     store: StoreUrl = None,
     no_daemon: NoDaemon = False,
@@ -76,6 +78,7 @@ def preflight(
                 pids=pids.value,
                 network=network.value,
                 into_pid=into_pid,
+                allow_driver_change=allow_driver_change,
             )
             found = _of_snapshot(body, settings, running)
         console.result(msgspec.to_builtins(found), _text(found))
@@ -107,7 +110,12 @@ def _of_snapshot(
     from snapagent.supervision import Place
 
     place = Place(network=body.network, pids=body.pids, join_pid=body.into_pid)
-    request = RestoreRequest(name=body.name, images=body.images, place=place)
+    request = RestoreRequest(
+        name=body.name,
+        images=body.images,
+        place=place,
+        allow_driver_change=body.allow_driver_change,
+    )
     with snapstore.open_store(store_url(body.store), readonly=True) as opened:
         return _answer(find_obstacles(opened, request, settings.agent))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snapagent.cli.places import (
+    DriverChange,
     IntoPid,
     Network,
     NoDaemon,
@@ -56,6 +57,7 @@ def restore(
     force: Annotated[
         bool, typer.Option("--force", help="Try although preflight says that it cannot work.")
     ] = False,
+    allow_driver_change: DriverChange = False,
     integrity: Annotated[
         _Integrity | None,
         typer.Option(help="Check chunk ids (the default), or only checksums of frames."),
@@ -91,6 +93,7 @@ def restore(
             eager=eager,
             record_s=record,
             force=force,
+            allow_driver_change=allow_driver_change,
             integrity=integrity.value if integrity is not None else None,
         )
         running = daemon(settings, unwanted=no_daemon)
@@ -131,6 +134,7 @@ def _here(
         eager=body.eager,
         record_s=body.record_s,
         force=body.force,
+        allow_driver_change=body.allow_driver_change,
     )
     with snapstore.open_store(store_url(body.store), options) as opened:
         result = recorded_restore(opened, request, settings.agent, progress, warn=console.warn)
@@ -140,6 +144,8 @@ def _here(
 def _text(done: RestoreDone) -> str:
     lazy = {key: int(value or 0) for key, value in done.lazy.items()}
     filled = lazy["fault_bytes"] + lazy["fill_bytes"] + lazy["zero_bytes"]
+    seconds = done.cuda_restore_s
+    cuda = "no CUDA" if seconds is None else f"CUDA restore {seconds:.2f} s"
     rate = format_bytes(int(filled / max(done.fill_s, 1e-3)))
     external = ""
     if done.external_s is not None:
@@ -149,7 +155,7 @@ def _text(done: RestoreDone) -> str:
         f"{done.name} runs as process {done.root_pid}: it could answer after "
         f"{done.running_s:.2f} s, and was whole after {done.total_s:.2f} s\n"
         f"  agent setup {done.agent_setup_s:.2f} s, CRIU restore {done.criu_restore_s:.2f} s, "
-        f"no CUDA, fill {done.fill_s:.2f} s ({rate}/s)\n"
+        f"{cuda}, fill {done.fill_s:.2f} s ({rate}/s)\n"
         f"  {format_bytes(done.eager_bytes)} loaded first "
         f"({format_bytes(done.shared_bytes)} shared memory), {format_bytes(lazy['fault_bytes'])} "
         f"by {lazy['faults']} faults, {format_bytes(lazy['fill_bytes'])} behind them, "

@@ -65,6 +65,23 @@ class ImagePipe:
             except BlockingIOError:
                 self._wait(select.POLLOUT)
 
+    def write_steadily(self, data: BytesLike) -> None:
+        """Write all of `data` like `write`, while other threads of this process are busy.
+
+        Waits in the kernel, not here: else the write of each mebibyte would have to wait for its
+        turn among them. That ends when CRIU reads or ends, which whoever ends the session sees to.
+
+        Raises:
+            BrokenPipeError: CRIU wants no more of this image, or has ended.
+        """
+        os.set_blocking(self._fd, True)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(self._fd, left) :]
+        finally:
+            os.set_blocking(self._fd, False)
+
     def _wait(self, events: int) -> None:
         if not self._wake_up.wait_for(self._fd, events):
             raise AgentError(f"{self.name}: the session with CRIU was ended before the image was")

@@ -16,6 +16,7 @@ agent; there may be several in a process, each with a socket of its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import select
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from snapagent.errors import AgentError, PreflightFailed
+from snapagent.gpu.owned import GpuMemory
 from snapagent.linux import peers, processes
 from snapagent.linux.memfds import has_open, make_memfd
 from snapagent.linux.packets import BadPacketError, Channel
@@ -32,13 +34,15 @@ from snapagent.memory.held import REVIVE_S, HeldMemory, take_over
 from snapagent.memory.ledger import BrokerLimits, Ledger, Refused, Region, Session, State
 from snapagent.memory.lent import Admissions, AdmittedSession, FrozenSession, LentRegion
 from snapagent.memory.listening import listen
+from snapagent.memory.placement import HOST
 from snapagent.memory.requests import Hooks, Reply, Requests, Visitor
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from snapagent.gpu.engine import GpuSettings
     from snapagent.linux.peers import Process
     from snapagent.memory.placement import Rank, SessionPlace
 
@@ -80,6 +84,7 @@ class MemoryBroker:
         mode: int = 0o600,
         may_use: Callable[[int, frozenset[int]], bool] | None = None,
         fill_threads: int = 0,
+        gpu: GpuSettings | None = None,
     ) -> None:
         """Prepare; nothing is begun before `start`.
 
@@ -91,6 +96,7 @@ class MemoryBroker:
                 may write to the socket. Who has some already, as after a restore, is not asked.
             fill_threads: How many fill memory at a time, in all restores together, each with
                 48 MiB; 0 means one per usable core, 16 at most.
+            gpu: How memory of GPUs is filled and stored.
         """
         self.path = path
         self._mode = mode
@@ -98,7 +104,9 @@ class MemoryBroker:
         self._lock = threading.RLock()
         self._ledger = Ledger(limits or BrokerLimits())
         hooks = Hooks(self._watch, self._close_later, self._drop, self._hold, self._forget_held)
-        self._requests = Requests(self._ledger, hooks)
+        self.gpus = GpuMemory(gpu)
+        """What makes memory of GPUs."""
+        self._requests = Requests(self._ledger, hooks, self.gpus)
         self._connections: dict[int, tuple[Channel, Visitor]] = {}
         self._pidfds: dict[int, Process] = {}
         self._to_close: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
@@ -159,6 +167,7 @@ class MemoryBroker:
             for fd in list(self._connections):
                 self._hang_up(fd)
         self._stack.close()
+        self.gpus.engines.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -257,7 +266,8 @@ class MemoryBroker:
     def _frozen(self, session: Session) -> FrozenSession:
         lent = _lent([session.regions[number] for number in sorted(session.regions)])
         session.state = State.FROZEN
-        return FrozenSession(session.id, session.rank, lent, lambda: self._thaw(session))
+        thaw = functools.partial(self._thaw, session)
+        return FrozenSession(session.id, session.rank, lent, thaw, self.gpus)
 
     def _thaw(self, session: Session) -> None:
         with self._lock:
@@ -267,12 +277,20 @@ class MemoryBroker:
 
     # -- restores ---------------------------------------------------------------------------------
 
-    def admit(self, places: Sequence[tuple[Rank, SessionPlace]], owner: int) -> Admissions:
-        """Make the memory of sessions that are to be restored; it is all zeros.
+    def admit(
+        self,
+        places: Sequence[tuple[Rank, SessionPlace]],
+        owner: int,
+        devices: Mapping[str, str] | None = None,
+    ) -> Admissions:
+        """Make the memory of sessions that are to be restored.
+
+        That of the host is all zeros, that of GPUs is undefined.
 
         Args:
             places: What to make, with the rank of each.
             owner: The process below which those that have it come to life.
+            devices: Which GPUs take the place of those of the snapshot, by UUID.
 
         Raises:
             AgentError: There is no room for it; nothing is left.
@@ -280,13 +298,15 @@ class MemoryBroker:
         made: list[AdmittedSession] = []
         try:
             for rank, place in places:
-                made.append(self._admit(rank, place, owner))
+                made.append(self._admit(rank, place, owner, devices or {}))
         except BaseException:
-            Admissions(made, self._buffers).abort()
+            Admissions(made, self._buffers, self.gpus).abort()
             raise
-        return Admissions(made, self._buffers)
+        return Admissions(made, self._buffers, self.gpus)
 
-    def _admit(self, rank: Rank, place: SessionPlace, owner: int) -> AdmittedSession:
+    def _admit(
+        self, rank: Rank, place: SessionPlace, owner: int, devices: Mapping[str, str]
+    ) -> AdmittedSession:
         with self._lock:
             session = Session(place.session, rank, None, State.FILLING, {})
             try:
@@ -294,14 +314,15 @@ class MemoryBroker:
                 self._watch_all(session, [owner])
                 _require_owner(session, owner)
                 for one in place.regions:
-                    region = Region(one.region, one.address, one.length, one.huge, -1)
+                    device = devices.get(one.device, one.device)
+                    region = Region(one.region, one.address, one.length, one.huge, -1, device)
                     self._ledger.check_room(session, region)
-                    region.fd = _make(region)
+                    region.fd = self._make(region)
                     self._ledger.put(session, region)
                 lent = _lent([session.regions[one.region] for one in place.regions])
             except BaseException as error:
                 self._drop(session)
-                if isinstance(error, Refused | OSError):
+                if isinstance(error, Refused | OSError | AgentError):
                     raise AgentError(
                         f"the external memory of the snapshot cannot be made: {error}",
                         next_step="end other workloads, or raise the broker's limits",
@@ -315,6 +336,16 @@ class MemoryBroker:
             abort=lambda: self._abort(session),
             was_resumed=lambda: session.state is State.SHARED,
         )
+
+    def _make(self, region: Region) -> int:
+        if region.device != HOST:
+            return self.gpus.make(region.device, region.length)
+        if region.huge:
+            try:
+                return make_memfd(region.length, huge=True)
+            except OSError:
+                region.huge = False
+        return make_memfd(region.length, huge=False)
 
     def _filled(self, session: Session) -> None:
         with self._lock:
@@ -582,15 +613,6 @@ def _require_owner(session: Session, pid: int) -> None:
         raise Refused("lost", f"process {pid} has ended")
 
 
-def _make(region: Region) -> int:
-    if region.huge:
-        try:
-            return make_memfd(region.length, huge=True)
-        except OSError:
-            region.huge = False
-    return make_memfd(region.length, huge=False)
-
-
 def _lent(regions: Sequence[Region]) -> tuple[LentRegion, ...]:
     """Duplicate descriptors, so that whoever uses them does not depend on the session.
 
@@ -602,6 +624,6 @@ def _lent(regions: Sequence[Region]) -> tuple[LentRegion, ...]:
         for one in regions:
             fd = os.dup(one.fd)
             stack.callback(os.close, fd)
-            lent.append(LentRegion(one.number, one.address, one.length, one.huge, fd))
+            lent.append(LentRegion(one.number, one.address, one.length, one.huge, fd, one.device))
         stack.pop_all()
     return tuple(lent)

@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Self
 
 from snapagent.errors import AgentError
 from snapagent.memory.buffers import BUFFER_BYTES
-from snapagent.memory.placement import from_placement
+from snapagent.memory.device_io import DeviceIOs, FillWork
+from snapagent.memory.placement import HOST, from_placement
+from snapagent.memory.streaming_io import make_device_io
 from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from snapagent.gpu.driver import Gpu
+    from snapagent.memory.device_io import DeviceIO
     from snapagent.memory.lent import Admissions, AdmittedSession, LentRegion
     from snapagent.memory.placement import Rank, SessionPlace
     from snapstore import Snapshot, SnapshotFile
@@ -73,6 +77,16 @@ class _Open:
     left: int
 
 
+@dataclass(slots=True)
+class _OnGpu:
+    """Regions of one GPU that are to be filled, and where each belongs."""
+
+    uuid: str
+    work: list[FillWork]
+    homes: dict[int, _Open]
+    """By the descriptor of a region."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A part of a region to be filled."""
@@ -98,6 +112,7 @@ class RegionFill:
         *,
         threads: int,
         on_error: Callable[[BaseException], None],
+        device_io: Callable[[Gpu], DeviceIO] | None = None,
     ) -> None:
         """Prepare.
 
@@ -106,8 +121,15 @@ class RegionFill:
             admissions: What to fill; each session is told when it is whole.
             threads: How many.
             on_error: Gets the first error, on some thread.
+            device_io: Makes what fills memory of a GPU; by default the agent's engines.
         """
         self._snapshot = snapshot
+        gpus, buffers = admissions.gpus, admissions.buffers
+        self._device_ios = DeviceIOs(
+            lambda: gpus.driver,
+            device_io or (lambda gpu: make_device_io(gpu, gpus.engines, buffers)),
+        )
+        self._on_gpus: dict[str, _OnGpu] = {}
         self._sessions = list(admissions.sessions)
         self._buffers = admissions.buffers
         self._threads_wanted = threads
@@ -135,6 +157,7 @@ class RegionFill:
         self._planner.join()
         for worker in self._workers:
             worker.join()
+        self._device_ios.__exit__()
         for session in self._sessions:
             session.close_regions()
 
@@ -151,18 +174,45 @@ class RegionFill:
                 for place, region in zip(session.place.regions, session.regions, strict=True):
                     if self._stop.is_set():
                         return
-                    more = _divide(self._snapshot.open(place.file), region, home)
+                    file = self._snapshot.open(place.file)
+                    if region.device != HOST:
+                        self._add_on_gpu(region, file, home)
+                        continue
+                    more = _divide(file, region, home)
                     home.left += len(more)
                     parts += more
                 if not home.left:
                     self._session_filled(home)
             parts.sort(key=lambda part: -part.order)
             self._parts = parts
+            for on_gpu in self._on_gpus.values():
+                worker = threading.Thread(
+                    target=self._fill_gpu, args=(on_gpu,), name="snapagent-fill-gpu"
+                )
+                self._workers.append(worker)
+                worker.start()
             for number in range(min(self._threads_wanted, len(parts))):
                 worker = threading.Thread(target=self._work, name=f"snapagent-fill-{number}")
                 self._workers.append(worker)
                 worker.start()
             self._check_over()
+        except BaseException as error:  # noqa: BLE001 - told to the thread that waits
+            self._failed(error)
+
+    def _add_on_gpu(self, region: LentRegion, file: SnapshotFile, home: _Open) -> None:
+        on_gpu = self._on_gpus.setdefault(region.device, _OnGpu(region.device, [], {}))
+        on_gpu.work.append(FillWork(region, file))
+        on_gpu.homes[region.fd] = home
+        home.left += 1
+
+    def _fill_gpu(self, on_gpu: _OnGpu) -> None:
+        try:
+            self._device_ios.of(on_gpu.uuid).fill(
+                on_gpu.work,
+                stop=self._stop,
+                region_done=lambda one: self._one_done(on_gpu.homes[one.region.fd]),
+                progress=self._count,
+            )
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits
             self._failed(error)
 
@@ -186,12 +236,19 @@ class RegionFill:
             with buffer[: part.length] as view:
                 part.file.read_into(part.offset, view, streaming=True)
                 self._write(part, view)
+        self._count(part.length)
+        self._one_done(part.home)
+
+    def _count(self, length: int) -> None:
         with self._lock:
-            self.done_bytes += part.length
-            part.home.left -= 1
-            is_whole = not part.home.left
+            self.done_bytes += length
+
+    def _one_done(self, home: _Open) -> None:
+        with self._lock:
+            home.left -= 1
+            is_whole = not home.left
         if is_whole:
-            self._session_filled(part.home)
+            self._session_filled(home)
             self._check_over()
 
     def _write(self, part: _Part, data: memoryview) -> None:

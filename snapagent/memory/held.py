@@ -155,6 +155,7 @@ class HeldMemory:
             "addresses": [region.address for region in batch],
             "lengths": [region.length for region in batch],
             "huge": [int(region.huge) for region in batch],
+            "devices": [region.device for region in batch],
         }
         self._channel.send("keep", values, [region.fd for region in batch])
 
@@ -312,9 +313,9 @@ def _add(found: dict[int, Session], packet: Packet) -> None:
         ),
     )
     columns = [packet.numbers(key) for key in ("numbers", "addresses", "lengths", "huge")]
-    for *about, huge, fd in zip(*columns, packet.fds, strict=True):
-        number, address, length = about
-        session.regions[number] = Region(number, address, length, bool(huge), fd)
+    rows = zip(*columns, packet.texts("devices"), packet.fds, strict=True)
+    for number, address, length, huge, device, fd in rows:
+        session.regions[number] = Region(number, address, length, bool(huge), fd, device)
 
 
 def _owners(packet: Packet) -> Iterator[peers.Process]:

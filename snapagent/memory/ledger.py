@@ -14,6 +14,7 @@ It is dropped, with its regions, when it says so or when all of its owners have 
 
 from __future__ import annotations
 
+import collections
 import enum
 import hashlib
 import os
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from snapagent.linux.peers import Process, is_below
+from snapagent.memory.placement import HOST
 from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ class BrokerLimits:
         regions_per_session: Of one process.
         session_bytes: Of one process, counting what it never touched.
         total_bytes: Of all.
+        gpu_bytes: Of all on any one GPU; 0 is as much as it has. What is on GPUs does not count
+            otherwise.
     """
 
     connections: int = 512
@@ -86,17 +90,20 @@ class BrokerLimits:
     regions_per_session: int = 2048
     session_bytes: int = field(default_factory=machine_bytes)
     total_bytes: int = field(default_factory=machine_bytes)
+    gpu_bytes: int = 0
 
 
 @dataclass(slots=True)
 class Region:
-    """A file in memory; the session owns its descriptor."""
+    """A file in memory, or memory of a GPU; the session owns its descriptor."""
 
     number: int
     address: int
     length: int
     huge: bool
     fd: int
+    device: str = HOST
+    """The UUID of the GPU, or `host`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +124,11 @@ class Session:
         """Of all regions."""
         return sum(region.length for region in self.regions.values())
 
+    @property
+    def host_bytes(self) -> int:
+        """Of those that are no GPU's."""
+        return sum(region.length for region in self.regions.values() if region.device == HOST)
+
     def owns(self, pid: int) -> bool:
         """Tell whether a process may speak for it."""
         return is_below(pid, set(self.owners))
@@ -128,7 +140,8 @@ class Ledger:
     def __init__(self, limits: BrokerLimits) -> None:
         self.limits = limits
         self.sessions: set[Session] = set()
-        self._bytes = 0
+        self._bytes: collections.Counter[str] = collections.Counter()
+        """By device."""
         self._regions = 0
 
     def find(self, token_id: str, pid: int) -> Session | None:
@@ -159,21 +172,31 @@ class Ledger:
             Refused: It may not.
         """
         limits = self.limits
-        length = region.length
         _check_place(session, region)
         if len(session.regions) >= limits.regions_per_session:
             raise Refused("limit", f"a process can have {limits.regions_per_session} regions")
         if self._regions >= limits.regions:
             raise Refused("limit", f"there are {limits.regions} regions already")
-        if session.size_bytes + length > limits.session_bytes:
+        self._check_bytes(session, region)
+
+    def _check_bytes(self, session: Session, region: Region) -> None:
+        limits, device, length = self.limits, region.device, region.length
+        if device != HOST:
+            if limits.gpu_bytes and self._bytes[device] + length > limits.gpu_bytes:
+                raise Refused(
+                    "limit",
+                    f"all processes together can have {limits.gpu_bytes} bytes of {device}",
+                )
+            return
+        if session.host_bytes + length > limits.session_bytes:
             raise Refused("limit", f"a process can have {limits.session_bytes} bytes")
-        if self._bytes + length > limits.total_bytes:
+        if self._bytes[HOST] + length > limits.total_bytes:
             raise Refused("limit", f"all processes together can have {limits.total_bytes} bytes")
 
     def put(self, session: Session, region: Region) -> None:
         """Enter a region that was checked; the session owns its descriptor from now on."""
         session.regions[region.number] = region
-        self._bytes += region.length
+        self._bytes[region.device] += region.length
         self._regions += 1
 
     def take_out(self, session: Session, number: int) -> int:
@@ -185,7 +208,7 @@ class Ledger:
         region = session.regions.pop(number, None)
         if region is None:
             raise Refused("wrong", f"there is no region {number}")
-        self._bytes -= region.length
+        self._bytes[region.device] -= region.length
         self._regions -= 1
         return region.fd
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
+from snapagent.memory.placement import HOST
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from snapagent.gpu.owned import GpuMemory
     from snapagent.memory.buffers import FillBuffers
     from snapagent.memory.placement import Rank, SessionPlace
 
@@ -15,13 +18,17 @@ __all__ = ["Admissions", "AdmittedSession", "FrozenSession", "LentRegion"]
 
 
 class LentRegion(NamedTuple):
-    """A region, with a descriptor of one's own."""
+    """A region, with a descriptor of one's own.
+
+    That of a region of a GPU is to be imported by the CUDA driver; `device` is the GPU's UUID.
+    """
 
     number: int
     address: int
     length: int
     huge: bool
     fd: int
+    device: str = HOST
 
 
 class FrozenSession:
@@ -33,8 +40,11 @@ class FrozenSession:
         rank: Rank,
         regions: Sequence[LentRegion],
         thaw: Callable[[], None],
+        gpus: GpuMemory,
     ) -> None:
         self.session = session
+        self.gpus = gpus
+        """Of which some of the memory may be."""
         self.rank = rank
         self.regions = tuple(regions)
         """In the order of allocation."""
@@ -89,10 +99,14 @@ class AdmittedSession:
 class Admissions:
     """All memory of one restore."""
 
-    def __init__(self, sessions: list[AdmittedSession], buffers: FillBuffers) -> None:
+    def __init__(
+        self, sessions: list[AdmittedSession], buffers: FillBuffers, gpus: GpuMemory
+    ) -> None:
         self.sessions = sessions
         self.buffers = buffers
         """To fill them with."""
+        self.gpus = gpus
+        """Of which some of the memory may be."""
 
     def hand_over(self, pids: Collection[int]) -> None:
         """Say which processes were restored; memory of those that end is freed."""

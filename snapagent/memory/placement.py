@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIRECTORY",
+    "GPU_UUID",
+    "HOST",
     "KEY",
     "Rank",
     "RegionPlace",
@@ -27,7 +29,10 @@ __all__ = [
 
 KEY: Final = "external"
 DIRECTORY: Final = "external"
-_VERSION: Final = 1
+HOST: Final = "host"
+GPU_UUID: Final = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
+_VERSION_HOST: Final = 1
+_VERSION_GPUS: Final = 2
 _ADDRESS_MAX: Final = (1 << 57) - 1
 _SESSIONS_MAX: Final = 4096
 _REGIONS_MAX: Final = 4096
@@ -49,7 +54,7 @@ class RegionPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         length: Bytes; those of the file.
         huge: Whether it was made of large pages.
         file: Path in the snapshot.
-        device: What kind of memory.
+        device: `host`, or the UUID of the GPU that had it.
     """
 
     region: Count
@@ -58,7 +63,7 @@ class RegionPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     length: Count
     huge: bool
     file: str
-    device: Literal["host"] = "host"
+    device: str = HOST
 
 
 class SessionPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +79,7 @@ class SessionPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _External(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    version: Literal[1] = 1
+    version: Literal[1, 2]
     sessions: Annotated[tuple[SessionPlace, ...], msgspec.Meta(max_length=_SESSIONS_MAX)] = ()
 
 
@@ -86,7 +91,10 @@ class _Span:
 
 def placement_of(sessions: Iterable[SessionPlace]) -> dict[str, object]:
     """Say where the memory of some processes was, as a placement of a rank."""
-    data = msgspec.json.encode(_External(sessions=tuple(sessions)))
+    found = tuple(sessions)
+    is_host = all(region.device == HOST for one in found for region in one.regions)
+    external = _External(version=_VERSION_HOST if is_host else _VERSION_GPUS, sessions=found)
+    data = msgspec.json.encode(external)
     return {KEY: msgspec.json.decode(data)}
 
 
@@ -103,7 +111,10 @@ def from_placement(placement: Mapping[str, object], *, of: str) -> list[SessionP
     if KEY not in placement:
         return []
     found = placement[KEY]
-    if isinstance(found, dict) and found.get("version") != _VERSION:
+    if isinstance(found, dict) and found.get("version") not in {
+        _VERSION_HOST,
+        _VERSION_GPUS,
+    }:
         raise AgentError(
             f"{of} has external memory of version {found.get('version')!r}",
             next_step="restore it with a newer agent",
@@ -115,11 +126,11 @@ def from_placement(placement: Mapping[str, object], *, of: str) -> list[SessionP
     if len({one.session for one in external.sessions}) < len(external.sessions):
         raise _wrong(of, "a session is there twice")
     for session in external.sessions:
-        _check(session, of)
+        _check(session, of, external.version)
     return list(external.sessions)
 
 
-def _check(session: SessionPlace, of: str) -> None:
+def _check(session: SessionPlace, of: str, version: int) -> None:
     orders = [region.order for region in session.regions]
     if orders != list(range(len(orders))):
         raise _wrong(of, "regions are not in their order")
@@ -131,6 +142,8 @@ def _check(session: SessionPlace, of: str) -> None:
             raise _wrong(of, f"{region.length} bytes at {region.address:#x} are no pages")
         if not _FILE.match(region.file):
             raise _wrong(of, f"{region.file[:80]!r} is no file of a region")
+        if region.device != HOST and (version < _VERSION_GPUS or not GPU_UUID.match(region.device)):
+            raise _wrong(of, f"{region.device[:80]!r} is no device")
         spans.append(_Span(region.address, region.address + region.length))
     spans.sort(key=lambda span: span.start)
     for one, other in itertools.pairwise(spans):

@@ -11,14 +11,17 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from snapagent.errors import AgentError, GpuOutOfMemory
 from snapagent.linux.memfds import check_memfd, large_page_bytes, make_memfd
 from snapagent.linux.packets import BadPacketError
 from snapagent.memory.ledger import Refused, Region, Session, State, session_id
+from snapagent.memory.placement import GPU_UUID, HOST
 from snapagent.workload.client import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from snapagent.gpu.owned import GpuMemory
     from snapagent.linux.packets import Packet
     from snapagent.linux.peers import Process
     from snapagent.memory.ledger import Ledger
@@ -78,8 +81,9 @@ class Hooks:
 class Requests:
     """Answers requests out of a ledger."""
 
-    def __init__(self, ledger: Ledger, hooks: Hooks) -> None:
+    def __init__(self, ledger: Ledger, hooks: Hooks, gpus: GpuMemory) -> None:
         self._ledger = ledger
+        self._gpus = gpus
         self._hooks = hooks
         self._kinds: dict[str, Callable[[Visitor, Packet], Reply | None]] = {
             "hello": self._hello,
@@ -126,7 +130,7 @@ class Requests:
     # -- the kinds --------------------------------------------------------------------------------
 
     def _hello(self, visitor: Visitor, packet: Packet) -> Reply:
-        if packet.number("version") != PROTOCOL_VERSION:
+        if not 1 <= packet.number("version") <= PROTOCOL_VERSION:
             raise Refused("version", f"this broker speaks version {PROTOCOL_VERSION}")
         if visitor.session is not None:
             raise BadPacketError("hello twice")
@@ -167,6 +171,10 @@ class Requests:
         session = _owned(visitor, State.SHARED)
         region = _region(packet)
         self._ledger.check_room(session, region)
+        if region.device != HOST:
+            region.fd = self._on_gpu(region, lambda: self._gpus.make(region.device, region.length))
+            self._ledger.put(session, region)
+            return Reply("made", {"huge": False}, (region.fd,))
         page = large_page_bytes()
         region.huge = region.huge and page > 0 and not region.length % page
         try:
@@ -177,6 +185,20 @@ class Requests:
             ) from error
         self._ledger.put(session, region)
         return Reply("made", {"huge": region.huge}, (region.fd,))
+
+    def _on_gpu(self, region: Region, do: Callable[[], int]) -> int:
+        """Do something with memory of a GPU, whose errors the workload is told."""
+        try:
+            unit = self._gpus.granularity(region.device)
+            if (region.length | region.address) % unit:
+                raise Refused("wrong", f"{region.device} has memory in multiples of {unit} bytes")
+            return do()
+        except GpuOutOfMemory as error:
+            raise Refused(
+                "memory", f"{region.device} has no {region.length} bytes left: {error}"
+            ) from error
+        except AgentError as error:
+            raise Refused("gpu", f"the broker cannot use {region.device}: {error}") from error
 
     def _make(self, region: Region) -> int:
         """Make the file; of small pages where there are not enough large ones."""
@@ -195,10 +217,16 @@ class Requests:
         region = _region(packet)
         (region.fd,) = packet.fds
         self._ledger.check_room(session, region)
-        if not check_memfd(region.fd, region.length):
+        if not self._is_memory(region):
             raise Refused("wrong", "what was sent is no memory that a broker made")
         self._ledger.put(session, region)
         return Reply("adopted", {})
+
+    def _is_memory(self, region: Region) -> bool:
+        if region.device == HOST:
+            return check_memfd(region.fd, region.length)
+        check = self._gpus.is_memory
+        return bool(self._on_gpu(region, lambda: check(region.fd, region.device, region.length)))
 
     def _free(self, visitor: Visitor, packet: Packet) -> Reply:
         session = _owned(visitor, State.SHARED)
@@ -227,7 +255,10 @@ class Requests:
             raise Refused("wrong", f"take 1 to {_TAKEN_MAX} regions at a time")
         if not session.regions.keys() >= set(numbers):
             raise Refused("lost", "the memory broker does not have all of this memory")
-        return Reply("taken", {}, tuple(session.regions[number].fd for number in numbers))
+        regions = [session.regions[number] for number in numbers]
+        # After a restore they may be on other GPUs than the workload knows.
+        devices = [region.device for region in regions]
+        return Reply("taken", {"devices": devices}, tuple(region.fd for region in regions))
 
     def _resumed(self, visitor: Visitor, _: Packet) -> Reply:
         session = _owned(visitor, State.RELEASED, State.FILLED)
@@ -296,4 +327,14 @@ def _region(packet: Packet) -> Region:
         length=packet.number("length"),
         huge=packet.values.get("huge") is True,
         fd=-1,
+        device=_device(packet),
     )
+
+
+def _device(packet: Packet) -> str:
+    if "device" not in packet.values:
+        return HOST
+    device = packet.text("device")
+    if not GPU_UUID.match(device):
+        raise Refused("wrong", f"{device[:80]!r} is no UUID of a GPU")
+    return device

@@ -7,11 +7,15 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from snapagent.errors import AgentError
-from snapagent.memory.placement import DIRECTORY, RegionPlace, SessionPlace, placement_of
+from snapagent.memory.device_io import DeviceIOs
+from snapagent.memory.placement import DIRECTORY, HOST, RegionPlace, SessionPlace, placement_of
+from snapagent.memory.streaming_io import make_device_io
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from snapagent.gpu.driver import Gpu
+    from snapagent.memory.device_io import DeviceIO
     from snapagent.memory.lent import FrozenSession, LentRegion
     from snapagent.memory.placement import Rank
     from snapstore import SnapshotWriter
@@ -42,6 +46,7 @@ class RegionStreams:
         *,
         threads: int,
         on_error: Callable[[BaseException], None],
+        device_io: Callable[[Gpu], DeviceIO] | None = None,
     ) -> None:
         """Prepare.
 
@@ -50,10 +55,14 @@ class RegionStreams:
             sessions: What to store; they are thawed by this.
             threads: How many at most.
             on_error: Gets an error, on some thread.
+            device_io: Makes what stores memory of a GPU; by default the agent's engines.
         """
         self._writer = writer
         self._sessions = list(sessions)
         self._on_error = on_error
+        self._device_ios = DeviceIOs(
+            lambda: self._sessions[0].gpus.driver, device_io or self._make_device_io
+        )
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._work = [
@@ -79,6 +88,7 @@ class RegionStreams:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self.wait()
+        self._device_ios.__exit__()
         self.thaw()
 
     def wait(self) -> None:
@@ -103,12 +113,16 @@ class RegionStreams:
                     length=region.length,
                     huge=region.huge,
                     file=_path(number, region),
+                    device=region.device,
                 )
                 for order, region in enumerate(session.regions)
             )
             place = SessionPlace(session=session.session, regions=regions)
             places.setdefault(session.rank, []).append(place)
         return {rank: placement_of(sessions) for rank, sessions in places.items() if sessions}
+
+    def _make_device_io(self, gpu: Gpu) -> DeviceIO:
+        return make_device_io(gpu, self._sessions[0].gpus.engines)
 
     def _run(self) -> None:
         try:
@@ -128,9 +142,13 @@ class RegionStreams:
 
     def _store(self, one: _Work) -> None:
         region = one.region
+        data_class = "tensors" if region.device == HOST else "device"
         with self._writer.open_file(
-            one.rank, one.path, data_class="tensors", mode=_FILE_MODE
+            one.rank, one.path, data_class=data_class, mode=_FILE_MODE
         ) as file:
+            if region.device != HOST:
+                self._device_ios.of(region.device).store(region, file, stop=self._stop)
+                return
             while file.size_bytes < region.length:
                 if self._stop.is_set():
                     file.discard()

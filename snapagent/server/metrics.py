@@ -97,7 +97,8 @@ class Metrics:
             self._count(
                 kind,
                 {"setup": done.agent_setup_s, "criu": done.criu_dump_s, "commit": done.commit_s}
-                | {"frozen": done.frozen_s, "total": done.total_s},
+                | {"frozen": done.frozen_s, "total": done.total_s}
+                | ({} if done.cuda_checkpoint_s is None else {"gpu": done.cuda_checkpoint_s}),
                 {word: done.ingest[f"{word}_bytes"] for word in ("zero", "known", "new")},
             )
         elif isinstance(job.result, api.RestoreDone):
@@ -105,7 +106,8 @@ class Metrics:
             self._count(
                 kind,
                 {"setup": run.agent_setup_s, "criu": run.criu_restore_s, "fill": run.fill_s}
-                | {"first_answer": run.running_s, "total": run.total_s},
+                | {"first_answer": run.running_s, "total": run.total_s}
+                | ({} if run.cuda_restore_s is None else {"gpu": run.cuda_restore_s}),
                 {word: run.lazy[f"{word}_bytes"] or 0 for word in ("fault", "fill", "zero")}
                 | {"eager": run.eager_bytes, "external": run.external_bytes},
             )

@@ -118,7 +118,11 @@ class Work:
     ) -> api.PreflightAnswer:
         """Say what stands in the way of a restore."""
         request = RestoreRequest(
-            name=body.name, images=body.images, place=_place(body), broker=self._broker
+            name=body.name,
+            images=body.images,
+            place=_place(body),
+            allow_driver_change=body.allow_driver_change,
+            broker=self._broker,
         )
         with self._stores.use(store_url) as store:
             return _preflight(obstacles_of_snapshot(store, request, self._config))
@@ -136,6 +140,7 @@ def _restore_request(body: api.RestoreRequestBody, broker: MemoryBroker | None) 
         eager=body.eager,
         record_s=body.record_s,
         force=body.force,
+        allow_driver_change=body.allow_driver_change,
         broker=broker,
     )
 

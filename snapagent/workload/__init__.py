@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from snapagent.workload.block import Block
+    from snapagent.workload.device_memory import DeviceBlock, DeviceMemory
     from snapagent.workload.errors import (
         BrokerUnreachable,
         ExternalMemoryError,
@@ -21,25 +22,34 @@ if TYPE_CHECKING:
         NotTheOwner,
     )
     from snapagent.workload.host_memory import SOCKET_DEFAULT, SOCKET_VARIABLE, HostMemory
+    from snapagent.workload.torch_memory import TorchPool, torch_pool
 
 __all__ = [
     "SOCKET_DEFAULT",
     "SOCKET_VARIABLE",
     "Block",
     "BrokerUnreachable",
+    "DeviceBlock",
+    "DeviceMemory",
     "ExternalMemoryError",
     "HostMemory",
     "MemoryLost",
     "MemoryRefused",
     "MemoryReleased",
     "NotTheOwner",
+    "TorchPool",
+    "torch_pool",
 ]
 
 _HOMES = {
     "Block": "snapagent.workload.block",
+    "DeviceBlock": "snapagent.workload.device_memory",
+    "DeviceMemory": "snapagent.workload.device_memory",
     "HostMemory": "snapagent.workload.host_memory",
     "SOCKET_DEFAULT": "snapagent.workload.host_memory",
     "SOCKET_VARIABLE": "snapagent.workload.host_memory",
+    "TorchPool": "snapagent.workload.torch_memory",
+    "torch_pool": "snapagent.workload.torch_memory",
 }
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PROTOCOL_VERSION", "Answer", "Connection"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+"""Of this; who needs nothing newer says 1, so that older brokers serve it too."""
 _PACKET_BYTES_MAX = 128 << 10
 _FDS_MAX = 64
 _FD_BYTES = array.array("i").itemsize

@@ -160,6 +160,23 @@ class PosixBackend:
             self._descriptors.forget(key)
             fresh = True
 
+    def descriptor(self, kind: ObjectKind, name: str) -> int:
+        """Return a descriptor of an object for reading, which is the caller's to close.
+
+        It may bypass the page cache: then only aligned requests succeed.
+
+        Raises:
+            ObjectNotFound: There is none.
+            BackendError: It cannot be opened.
+        """
+        key = layout.key_of(kind, name)
+        lend = self._descriptors.lend if kind in _HELD_OPEN else self._tree.opened
+        try:
+            with lend(key) as fd:
+                return os.dup(fd)
+        except OSError as error:
+            raise translate_os_error(error, f"open {object_text(kind, name)}") from error
+
     def stat(self, kind: ObjectKind, name: str) -> ObjectInfo:
         """See `Backend.stat`."""
         key = layout.key_of(kind, name)

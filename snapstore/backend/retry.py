@@ -77,6 +77,11 @@ class RetryingBackend:
         """See `Backend.capabilities`."""
         return self._inner.capabilities
 
+    @property
+    def inner(self) -> Backend:
+        """What is tried again and again."""
+        return self._inner
+
     def get_range(self, kind: ObjectKind, name: str, offset: int, into: memoryview) -> None:
         """See `Backend.get_range`."""
         self._try(lambda: self._inner.get_range(kind, name, offset, into))

@@ -44,7 +44,7 @@ def push(
         typer.Option(
             "--class",
             metavar="GLOB=CLASS",
-            help="Cut matching files as pages, tensors or generic. Repeatable.",
+            help="Cut matching files as pages, tensors, generic or device. Repeatable.",
         ),
     ] = None,
     skip_special: Annotated[

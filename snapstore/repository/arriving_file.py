@@ -8,24 +8,36 @@ on parts of windows, which are cut as whole windows would be (`chunking/parts.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from snapstore.backend.direct import page_aligned
 from snapstore.chunking.parts import PART_BYTES_MIN, divide
-from snapstore.errors import UsageError
+from snapstore.errors import Interrupted, UsageError
 from snapstore.fstree import show_path
 from snapstore.repository.file_streams import SMALL_FILE_BYTES
+from snapstore.repository.hashed_chunks import (
+    ASKED_ROWS,
+    HashedChunks,
+    LoadFrame,
+    check_hashed,
+    divide_hashed,
+)
 from snapstore.repository.ingest import IngestStream, window_data
 from snapstore.repository.windows import WINDOW_BYTES, Window
 from snapstore.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from snapstore.chunking.base import Before
+    from snapstore.repository.hashed_chunks import HashedWindow
+    from snapstore.repository.ingest import IngestJob
     from snapstore.repository.window_feed import WindowFeed
     from snapstore.repository.windows import ByteArray
     from snapstore.units import BytesLike
@@ -34,6 +46,7 @@ __all__ = [
     "HELD_BYTES_MIN",
     "Allowance",
     "FileWriter",
+    "HashedTotals",
     "Landing",
     "held_by_small_file",
     "is_loaded",
@@ -41,6 +54,9 @@ __all__ = [
 
 HELD_BYTES_MIN = PART_BYTES_MIN + 4 * KIB
 """What a file that is open may always collect: more than a small file has."""
+
+_STORED_ROWS = 1024
+"""Chunks handed to the pipeline at a time: what others hand to it waits no longer than that."""
 
 _HELD_BYTES_MAX = 1 * MIB
 """Beyond this, copying costs more than the waiting saves."""
@@ -99,6 +115,49 @@ class Landing:
     ended: Callable[[int | None], None]
 
 
+@dataclasses.dataclass(slots=True)
+class HashedTotals:
+    """What became of chunks that were hashed elsewhere.
+
+    Attributes:
+        bytes: Of all of them.
+        loaded_bytes: Of those that were loaded.
+    """
+
+    bytes: int = 0
+    loaded_bytes: int = 0
+
+
+class _Loads:
+    """Counts what is loaded, and sees that nothing is any more. Thread-safe."""
+
+    def __init__(self, load: Callable[[int, int, memoryview], None]) -> None:
+        self._load = load
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._is_closed = False
+        self.bytes = 0
+
+    def __call__(self, offset: int, length: int, into: memoryview) -> None:
+        with self._changed:
+            if self._is_closed:
+                raise Interrupted("the file is not written any more")
+            self._under_way += 1
+        try:
+            self._load(offset, length, into)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self.bytes += length
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what is under way."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._under_way)
+
+
 class FileWriter:
     """One file of a snapshot that is being written; `SnapshotWriter.open_file` makes it.
 
@@ -125,6 +184,7 @@ class FileWriter:
         self._used = 0
         self._given = 0
         """How many bytes of space the caller may have filled."""
+        self._is_hashed = False
         self._closed = False
 
     @property
@@ -143,6 +203,8 @@ class FileWriter:
             SnapError: The writing failed or was aborted.
         """
         self._check_open()
+        if self._is_hashed:
+            raise UsageError(f"{show_path(self._landing.path)} is written as chunks")
         self._landing.feed.check()
         if self._used == self._room:
             self._make_room()
@@ -178,6 +240,117 @@ class FileWriter:
             space[:count] = view[:count]
             self.advance(count)
             view = view[count:]
+
+    def write_hashed(
+        self,
+        chunks: HashedChunks,
+        load: Callable[[int, int, memoryview], None],
+        *,
+        check_all: bool = True,
+    ) -> HashedTotals:
+        """Append chunks that were hashed where they are; loads only those that the store lacks.
+
+        The ids are believed for what the store has already. What is loaded is hashed again, so that
+        a wrong id cannot get into the store with other bytes. Returns when all of it was loaded. A
+        chunk that the store has is relied on like one that a push finds: under the writer's lease,
+        and its marks are read before the commit (R3).
+
+        Args:
+            chunks: What follows in the file.
+            load: Called with an offset in the file, a length and a buffer of that length, which it
+                fills; on several threads at once.
+            check_all: Without it one chunk of each 4 to 12 MiB is hashed again, which finds out
+                whoever hashes wrongly, and not who has one chunk wrong: a reader with strong
+                integrity refuses that one, in this snapshot and in all that share it.
+
+        Raises:
+            UsageError: They cannot be chunks, the file is closed, or bytes of it came otherwise.
+            DigestMismatch: What was loaded is not what was hashed.
+            SnapError: The writing failed or was aborted, or whatever `load` raises.
+        """
+        self._check_open()
+        check_hashed(chunks)
+        if self._used or (self._stream is not None and not self._is_hashed):
+            raise UsageError(
+                f"{show_path(self._landing.path)} has other bytes already",
+                next_step="write a file either as bytes or as chunks",
+            )
+        self._is_hashed = True
+        if self._stream is None:
+            self._stream = self._landing.begin()
+        return self._write_hashed(self._stream, chunks, load, check_all=check_all)
+
+    def _write_hashed(
+        self,
+        stream: IngestStream,
+        chunks: HashedChunks,
+        load: Callable[[int, int, memoryview], None],
+        *,
+        check_all: bool,
+    ) -> HashedTotals:
+        if self._landing.feed.stores_hashed:
+            return self._store_hashed(stream, chunks, load, check_all=check_all)
+        loading: list[IngestJob] = []
+        try:
+            divide = functools.partial(divide_hashed, load=load, check_all=check_all)
+            totals = self._submit_hashed(stream, chunks, divide, loading)
+        finally:
+            # Whatever went wrong, nothing may be loaded any more when this returns.
+            wait([job.analysis for job in loading])
+        for job in loading:
+            job.analysis.result()
+        return totals
+
+    def _store_hashed(
+        self,
+        stream: IngestStream,
+        chunks: HashedChunks,
+        load: Callable[[int, int, memoryview], None],
+        *,
+        check_all: bool,
+    ) -> HashedTotals:
+        totals = HashedTotals()
+        loading: list[Future[None]] = []
+        loads = _Loads(load)
+        try:
+            for begin in range(0, len(chunks.lengths), _STORED_ROWS):
+                rows = slice(begin, begin + _STORED_ROWS)
+                some = HashedChunks(chunks.lengths[rows], chunks.ids[rows], chunks.zeros[rows])
+                frame = LoadFrame(loads, self._offset, check_all=check_all)
+                loading += self._landing.feed.store_hashed(stream, some, frame)
+                size = int(some.lengths.sum())
+                self._offset += size
+                totals.bytes += size
+            for one in loading:
+                one.result()
+        finally:
+            # Whatever went wrong, nothing may be loaded any more when this returns.
+            loads.close()
+        totals.loaded_bytes = loads.bytes
+        return totals
+
+    def _submit_hashed(
+        self,
+        stream: IngestStream,
+        chunks: HashedChunks,
+        divide: Callable[..., Iterator[HashedWindow]],
+        loading: list[IngestJob],
+    ) -> HashedTotals:
+        totals = HashedTotals()
+        feed = self._landing.feed
+        for begin in range(0, len(chunks.lengths), ASKED_ROWS):
+            rows = slice(begin, begin + ASKED_ROWS)
+            some = HashedChunks(chunks.lengths[rows], chunks.ids[rows], chunks.zeros[rows])
+            for hashed in divide(some, feed.ask(some), base=self._offset):
+                buffer = feed.acquire() if hashed.spans else np.empty(0, np.uint8)
+                window = Window(hashed.length, None, hashed=hashed)
+                job = feed.submit(stream, window, buffer, final=False)
+                if hashed.spans:
+                    loading.append(job)
+                self._offset += hashed.length
+                totals.bytes += hashed.length
+                totals.loaded_bytes += sum(end - start for start, end in hashed.spans)
+        return totals
 
     def close(self) -> None:
         """Complete the file. Idempotent.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from snapstore.repository.frames import Numbers
     from snapstore.repository.segments import Segments
 
-__all__ = ["FileRange", "divide_file"]
+__all__ = ["FileRange", "divide_file", "pack_order"]
 
 Mask = npt.NDArray[np.bool_]
 
@@ -144,12 +144,18 @@ def _order(layout: LayoutTables, runs: _Runs, starts: Numbers, is_zeros: Mask) -
     if len(data):
         run = np.searchsorted(runs.ends, starts, side="right")
         first = data[np.minimum(np.searchsorted(data, run), len(data) - 1)]
-        frames = layout.frames[runs.frames[first]]
-        # The beginning of its id tells a pack from all others, in every layout alike.
-        ids = np.ascontiguousarray(layout.packs["id"][frames["pack"]]).view(np.uint8)
-        head = ids.reshape(-1, 32)[:, :4].astype(np.int64)
-        pack = ((head[:, 0] << 8 | head[:, 1]) << 8 | head[:, 2]) << 7 | head[:, 3] >> 1
-        order = pack << 32 | frames["offset"].astype(np.int64)
+        order = pack_order(layout, runs.frames[first])
         order[is_zeros] = -1
     found: list[int] = order.tolist()
     return found
+
+
+def pack_order(layout: LayoutTables, frames: Numbers) -> Numbers:
+    """Pack and offset of each of these frames as one number, which orders them as they lie."""
+    rows = layout.frames[frames]
+    # The beginning of its id tells a pack from all others, in every layout alike.
+    ids = np.ascontiguousarray(layout.packs["id"][rows["pack"]]).view(np.uint8)
+    head = ids.reshape(-1, 32)[:, :4].astype(np.int64)
+    pack = ((head[:, 0] << 8 | head[:, 1]) << 8 | head[:, 2]) << 7 | head[:, 3] >> 1
+    order: Numbers = pack << 32 | rows["offset"].astype(np.int64)
+    return order

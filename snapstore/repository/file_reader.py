@@ -12,18 +12,20 @@ import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from typing_extensions import override
 
 from snapstore.errors import PathNotFound, UsageError
 from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.fstree import show_path
 from snapstore.repository.file_content import CACHED_BYTES_MIN, FileContent, content_digest
+from snapstore.repository.file_pieces import FileChunks, FilePiece, chunks_of, pieces_of
 from snapstore.repository.file_ranges import FileRange, divide_file
 from snapstore.repository.frame_cache import FrameCache
 from snapstore.repository.lazy import lazy
 from snapstore.repository.memory import READ_BYTES
 from snapstore.repository.objects import about
-from snapstore.repository.range_reader import RangeReader
+from snapstore.repository.range_reader import RangeReader, ReadCheck
 from snapstore.repository.stream_reader import StreamReader
 from snapstore.target.checks import checked_entries
 from snapstore.units import KIB, MIB, PAGE_BYTES
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from snapstore.cache.node_cache import CachedFile
     from snapstore.format.rank import RankNumber
+    from snapstore.format.tables import Rows
     from snapstore.options import Integrity
     from snapstore.repository.snapshot import LoadedRank, Snapshot
 
@@ -132,7 +135,7 @@ class SnapshotFiles:
         self._snapshot = snapshot
         self._ranks = ranks
         self._cache = cache
-        self._integrity = integrity
+        self.integrity = integrity
         # One a rank: who waits for the tables of one does not hold up readers of others.
         self._locks = [threading.Lock() for _ in ranks]
         self._readers: dict[int, _RankReaders] = {}
@@ -297,6 +300,48 @@ class SnapshotFiles:
             return None
         return cache.file(file)
 
+    def pieces(self, entry: SnapshotEntry) -> list[FilePiece]:
+        """Divide a file; see `SnapshotFile.pieces`."""
+        file = self._first_name(self._entries[entry.path])
+        if not file.size_bytes:
+            return []
+        segments = self._readers_of(file).cached.segments
+        return pieces_of(segments, segments.base(file.stream) + file.offset, file.size_bytes)
+
+    def read_piece(
+        self, entry: SnapshotEntry, piece: FilePiece, into: memoryview, check: ReadCheck
+    ) -> None:
+        """Fill `into`, which has the length of the piece; see `SnapshotFile.read_piece`."""
+        file = self._first_name(self._entries[entry.path])
+        reader = self._readers_of(file).streaming
+        if piece.stored is None:
+            reader.read_into(file.stream, file.offset + piece.offset, into, check=check)
+        else:
+            offset = file.offset + piece.offset
+            reader.read_frame(file.stream, offset, piece.stored, into, check=check)
+
+    def open_pack(self, entry: SnapshotEntry, piece: FilePiece) -> int | None:
+        """See `SnapshotFile.open_pack`."""
+        if piece.stored is None:
+            return None
+        file = self._first_name(self._entries[entry.path])
+        return self._readers_of(file).streaming.open_pack(piece.stored.pack)
+
+    def chunks(self, entry: SnapshotEntry) -> FileChunks:
+        """List the chunks of a file; see `SnapshotFile.chunks`."""
+        file = self._first_name(self._entries[entry.path])
+        rank = self._ranks[self._rank_of[file.path]]
+        row = rank.streams[file.stream]
+        first = int(row["first"])
+        extents = self._extents_of(file)[first : first + int(row["count"])]
+        return chunks_of(extents, 0, file.offset, file.size_bytes)
+
+    def _extents_of(self, file: TreeEntry) -> Rows:
+        verifier = self._readers_of(file).cached.verifier
+        if verifier is not None:
+            return verifier.extents
+        return self._ranks[self._rank_of[file.path]].read_extents()
+
     def _readers_of(self, file: TreeEntry) -> _RankReaders:
         return self._tables(self._rank_of[file.path])
 
@@ -310,7 +355,7 @@ class SnapshotFiles:
                     backend,
                     self._ranks[number],
                     self._cache,
-                    integrity=self._integrity,
+                    integrity=self.integrity,
                     read_bytes_max=READ_BYTES,
                 )
                 streaming = RangeReader(backend, cached, read_bytes_max=READ_BYTES)
@@ -391,6 +436,11 @@ class SnapshotFile(io.RawIOBase):
     def size_bytes(self) -> int:
         """Length of the file."""
         return self.entry.size_bytes
+
+    @property
+    def integrity(self) -> Integrity:
+        """What is checked of all bytes that are read, as the store was opened."""
+        return self._files.integrity
 
     def read_at(self, offset: int, size_bytes: int) -> bytes:
         """Read a range; fewer bytes than asked only at the end of the file. Thread-safe.
@@ -490,6 +540,73 @@ class SnapshotFile(io.RawIOBase):
         return self._files.ranges(
             self.entry, about_bytes=about_bytes, zeros_bytes_min=zeros_bytes_min
         )
+
+    def pieces(self) -> list[FilePiece]:
+        """Divide the whole file into pieces for `read_piece`, for whoever reads all of it at once.
+
+        They cover the file in order. A raw frame that nothing else of the rank needs is a piece,
+        of which nothing has to be looked up when it is read; other data are joined to pieces of up
+        to 4 MiB, and zeros, of any length, are pieces of their own. Unlike ranges, pieces begin at
+        any byte.
+
+        Raises:
+            IntegrityError: The tables of the rank are damaged or gone.
+        """
+        self._require_open()
+        return self._files.pieces(self.entry)
+
+    def read_piece(
+        self, piece: FilePiece, buffer: Buffer, *, check: ReadCheck = ReadCheck.ALL
+    ) -> None:
+        """Fill the beginning of a buffer with a piece of this file. Thread-safe.
+
+        As `read_into` with `streaming` does it. With another `check` the bytes are *not* what the
+        store's integrity promises when this returns: the caller has to hash every chunk of the
+        file, as `chunks` lists them, before anybody may use a byte of it (I6).
+
+        Args:
+            piece: One of `pieces`.
+            buffer: Writable and contiguous, at least as long as the piece.
+            check: What to check.
+
+        Raises:
+            UsageError: The piece is of another file, or the buffer is too short.
+            IntegrityError: Bytes are damaged or gone; the buffer's content is undefined.
+        """
+        self._require_open()
+        with memoryview(buffer).cast("B")[: piece.length] as into:
+            if into.nbytes < piece.length:
+                raise UsageError(f"{into.nbytes} bytes are too few for {piece.length}")
+            self._require_within(piece.offset, piece.length)
+            if piece.is_zeros:
+                np.frombuffer(into, np.uint8)[:] = 0
+            else:
+                self._files.read_piece(self.entry, piece, into, check)
+
+    def open_pack(self, piece: FilePiece) -> int | None:
+        """Return a descriptor of the pack that has a raw piece, the caller's to close.
+
+        For whoever reads very many pieces: the bytes are at `piece.stored.frame.offset` there,
+        unchecked, and what was said of `check` in `read_piece` holds. The descriptor may bypass the
+        page cache. None if the piece is not raw, or packs are no files: then there is `read_piece`.
+
+        Raises:
+            MissingPack: The pack is gone.
+        """
+        self._require_open()
+        return self._files.open_pack(self.entry, piece)
+
+    def chunks(self) -> FileChunks:
+        """List the chunks of the file, out of the manifest that the snapshot's id covers.
+
+        They cover the file in order. The table takes about 60 bytes a chunk, 16 MB for 64 GiB of
+        device memory.
+
+        Raises:
+            IntegrityError: The manifest is damaged or gone.
+        """
+        self._require_open()
+        return self._files.chunks(self.entry)
 
     def _require_within(self, offset: int, length: int) -> None:
         if offset < 0 or offset + length > self.size_bytes:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from snapstore.chunking.content import ContentCutter
+from snapstore.chunking.grid import GridCutter
 from snapstore.chunking.pages import PageCutter
 from snapstore.errors import SourceChanged, SourceError
 from snapstore.format.tree import EntryType, TreeEntry
@@ -46,6 +47,7 @@ CUTTERS: dict[DataClass, Cutter] = {
     DataClass.PAGES: PageCutter(),
     DataClass.TENSORS: ContentCutter(mean_bytes=256 * KIB),
     DataClass.GENERIC: ContentCutter(mean_bytes=64 * KIB),
+    DataClass.DEVICE: GridCutter(),
 }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,16 @@ import xxhash
 from blake3 import blake3
 
 from snapstore.chunking.base import Analysis, Cut, Cutter
+from snapstore.chunking.grid import GridCutter
 from snapstore.chunking.texture import textures
 from snapstore.compression import EncodedFrame, encode_frame
+from snapstore.errors import OutOfSpace
 from snapstore.format import pack as pack_format
 from snapstore.format.tables import U64, Rows, id_words
+from snapstore.options import Compression
 from snapstore.repository.catalog import MISSING, Catalog
 from snapstore.repository.frame_plan import FramePlan, plan_frames
+from snapstore.repository.hashed_chunks import Answer, join_zeros
 from snapstore.repository.layouts import ZERO_FRAME
 from snapstore.repository.locality import Locality
 from snapstore.repository.rank_builder import Pieces, RankBuilder
@@ -37,9 +42,9 @@ from snapstore.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from snapstore.options import Compression
     from snapstore.repository.buffers import BufferPool
     from snapstore.repository.frames import FrameTable, Numbers
+    from snapstore.repository.hashed_chunks import HashedChunks, HashedWindow, LoadFrame
     from snapstore.repository.packer import Packer
 
 __all__ = [
@@ -97,6 +102,7 @@ class IngestJob:
     window: Window
     final: bool
     buffer: ByteArray
+    """Empty if nothing of the window has to be loaded."""
     analysis: Future[Analysis]
     cut: Cut | None = None
     hashing: Future[Rows] | None = None
@@ -176,8 +182,74 @@ class Ingest:
     ) -> IngestJob:
         """Begin to look at a window, in a buffer of the pool. On any thread."""
         data = buffer[_CARRY_BYTES : _CARRY_BYTES + window.length]
-        analysis = self._executor.submit(_analyse, stream.cutter, window, data)
+        analysis: Future[Analysis]
+        if window.hashed is not None and not window.hashed.spans:
+            analysis = Future()
+            analysis.set_result(_plain(window.length))
+        else:
+            analysis = self._executor.submit(_analyse, stream.cutter, window, data)
         return IngestJob(stream, window, final, buffer, analysis)
+
+    def ask(self, chunks: HashedChunks) -> Answer:
+        """Find out which chunks that were hashed elsewhere have to be loaded."""
+        data = ~chunks.zeros
+        words = id_words(np.ascontiguousarray(chunks.ids[data]).view("V32").reshape(-1))
+        lengths = chunks.lengths[data]
+        places = self._catalog.lookup(words)
+        known = (places.frames != MISSING) & (places.lengths == lengths)
+        again = self._store_again(known, places.frames, lengths)
+        known &= ~again
+        first = _first_occurrences(words) == np.arange(len(words))
+        return Answer(known, places.frames, places.offsets, ~known & first, again)
+
+    @property
+    def stores_hashed(self) -> bool:
+        """Whether `store_hashed` can be used: nothing is coded, and there are threads for it."""
+        return self._compression is Compression.NONE and self._packer.can_fill
+
+    def store_hashed(
+        self, stream: IngestStream, chunks: HashedChunks, load: LoadFrame
+    ) -> list[Future[None]]:
+        """Store chunks that were hashed elsewhere, straight into packs.
+
+        What they lack is loaded by workers; what is returned is done when that is. No window of the
+        stream may be under way.
+        """
+        answer = self.ask(chunks)
+        data = ~chunks.zeros
+        ends = np.cumsum(chunks.lengths)
+        starts, stops, lengths = (ends - chunks.lengths)[data], ends[data], chunks.lengths[data]
+        ids = np.ascontiguousarray(chunks.ids[data]).view("V32").reshape(-1)
+        words = id_words(ids)
+        frames, offsets = answer.frames.copy(), answer.offsets.copy()
+        fresh = np.flatnonzero(answer.needed)
+        plans = plan_frames(fresh, starts, stops, np.zeros(len(fresh), np.uint8))
+        loading = []
+        sizes = np.array([plan.length for plan in plans], np.uint32)
+        for number, plan in enumerate(plans, self._frames.reserve_frames(sizes)):
+            frames[plan.rows] = number
+            offsets[plan.rows] = np.cumsum(lengths[plan.rows]) - lengths[plan.rows]
+            rows = np.zeros(len(plan.rows), pack_format.CHUNK_DTYPE)
+            rows["id"], rows["length"] = ids[plan.rows], lengths[plan.rows]
+            fill = functools.partial(load, plan.spans, rows)
+            loading.append(self._packer.append_filled(number, plan.length, rows, fill))
+        self._catalog.add(
+            words[fresh],
+            frames[fresh],
+            offsets[fresh].astype(np.uint32),
+            lengths[fresh].astype(np.uint32),
+        )
+        repeated = np.flatnonzero(~answer.known & ~answer.needed)
+        first = _first_occurrences(words)[repeated]
+        frames[repeated], offsets[repeated] = frames[first], offsets[first]
+        cut = join_zeros(ends - chunks.lengths, ends, chunks.zeros)
+        self._count(lengths, fresh)
+        self.totals.rewritten_bytes += int(lengths[answer.again & answer.needed].sum())
+        self.totals.logical_bytes += int(chunks.lengths.sum())
+        self.totals.zero_bytes += int(chunks.lengths[chunks.zeros].sum())
+        stream.builder.add_pieces(stream.number, _pieces(cut, ~cut.zero, ids, frames, offsets))
+        self._progress(int(chunks.lengths.sum()))
+        return loading
 
     def accept(self, job: IngestJob) -> None:
         """Take a window that was prepared; its buffer goes back to the pool when it is done."""
@@ -219,6 +291,12 @@ class Ingest:
 
     def _cut(self, job: IngestJob, analysis: Analysis) -> None:
         stream = job.stream
+        if job.window.hashed is not None:
+            job.cut = job.window.hashed.cut
+            job.hashing = Future()
+            job.hashing.set_result(job.window.hashed.ids)
+            self._hashing.append(job)
+            return
         carried = len(stream.carried)
         job.buffer[_CARRY_BYTES - carried : _CARRY_BYTES] = stream.carried
         if job.window.ends is not None:
@@ -244,16 +322,18 @@ class Ingest:
         lengths = ends - starts
         words = id_words(ids)
         first = _first_occurrences(words)
-        places = self._catalog.lookup(words)
-        frames, offsets = places.frames, places.offsets
-        known = (frames != MISSING) & (places.lengths == lengths)
-        again = self._store_again(known, frames, lengths)
-        new = ~known | again
+        answer = self._answer(job.window.hashed, words, lengths)
+        frames, offsets, again = answer.frames, answer.offsets, answer.again
+        new = ~answer.known
         self.totals.rewritten_bytes += int(lengths[again].sum())
         fresh = np.flatnonzero(new & (first == np.arange(len(first))))
         # Only of what is new: for known chunks nobody asks.
         pitch_bytes = job.stream.cutter.texture_pitch_bytes
-        found = textures(job.data, starts[fresh], ends[fresh], pitch_bytes=pitch_bytes)
+        if self._compression is Compression.NONE and isinstance(job.stream.cutter, GridCutter):
+            # Read as a whole and never page by page, so the longest frames are the best.
+            found = np.zeros(len(fresh), np.uint8)
+        else:
+            found = textures(job.data, starts[fresh], ends[fresh], pitch_bytes=pitch_bytes)
         plans = plan_frames(fresh, starts, ends, found)
         self._number_frames(plans, frames, offsets, lengths, job)
         self._catalog.add(
@@ -267,6 +347,33 @@ class Ingest:
         self._count(lengths, fresh)
         job.stream.builder.add_pieces(job.stream.number, _pieces(cut, chunk, ids, frames, offsets))
         self._encoding.append(job)
+
+    def _answer(self, hashed: HashedWindow | None, words: U64, lengths: Numbers) -> Answer:
+        """Say what is known of the chunks of a window, now that its turn has come."""
+        if hashed is None:
+            places = self._catalog.lookup(words)
+            known = (places.frames != MISSING) & (places.lengths == lengths)
+            again = self._store_again(known, places.frames, lengths)
+            known &= ~again
+            return Answer(known, places.frames, places.offsets, ~known, again)
+        # What was known when it was asked for still is; of the rest some may have come since.
+        told = hashed.answer
+        known, frames, offsets = told.known.copy(), told.frames.copy(), told.offsets.copy()
+        # Only what was loaded can be stored again; another of the same may stay where it is.
+        again = told.again & told.needed
+        open_rows = np.flatnonzero(~known & ~again)
+        places = self._catalog.lookup(words[open_rows])
+        found = (places.frames != MISSING) & (places.lengths == lengths[open_rows])
+        rows = open_rows[found]
+        known[rows], frames[rows] = True, places.frames[found]
+        offsets[rows] = places.offsets[found]
+        absent = np.flatnonzero(~known & ~told.needed)
+        if len(absent) and not np.isin(words[absent, 0], words[told.needed, 0]).all():
+            raise OutOfSpace(
+                "what was stored a moment ago cannot be found: a temporary file was not written",
+                next_step="make room where temporary files go, and start over",
+            )
+        return Answer(known, frames, offsets, told.needed, again)
 
     def _store_again(
         self, known: npt.NDArray[np.bool_], frames: Numbers, lengths: Numbers
@@ -310,22 +417,43 @@ class Ingest:
         assert hashing is not None, "hashed before retired"
         ids = hashing.result()
         lengths = (cut.ends - cut.starts)[~cut.zero]
+        copies: list[Future[None]] = []
         for number, plan, encoding in job.encoding:
             frame, checksum = encoding.result()
             chunks = np.zeros(len(plan.rows), pack_format.CHUNK_DTYPE)
             chunks["id"], chunks["length"] = ids[plan.rows], lengths[plan.rows]
-            self._packer.append(number, frame, plan.length, checksum, chunks)
+            copying = self._packer.append(number, frame, plan.length, checksum, chunks)
+            if copying is not None:
+                copies.append(copying)
         zero_bytes = int((cut.ends - cut.starts)[cut.zero].sum())
         self.totals.zero_bytes += zero_bytes
         self.totals.logical_bytes += int(lengths.sum()) + zero_bytes
-        self._buffers.release(job.buffer)
+        if len(job.buffer):
+            _when_done(copies, functools.partial(self._buffers.release, job.buffer))
         self._progress(job.window.length)
         if job.final and job.stream.finish is not None:
             job.stream.finish()
 
 
+def _when_done(copies: list[Future[None]], then: Callable[[], None]) -> None:
+    """Call something once all of these are done, on whichever thread that is then."""
+    left = iter(copies)
+
+    def go_on(_: Future[None] | None = None) -> None:
+        following = next(left, None)
+        if following is None:
+            then()
+        else:
+            following.add_done_callback(go_on)
+
+    go_on()
+
+
 def _analyse(cutter: Cutter, window: Window, data: ByteArray) -> Analysis:
     """Fill a window and look for cuts; on a worker."""
+    if window.hashed is not None:
+        window.hashed.fill(data)
+        return _plain(len(data))
     if window.load is None:
         return _hole(window.length)
     window.load(data)

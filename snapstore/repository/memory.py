@@ -39,6 +39,9 @@ _WINDOWS_AHEAD = 3
 """Windows beyond one per worker: to read into, to decide about, to pack."""
 _CATALOG_BYTES_MIN = 8 * MIB
 
+_PACK_SHARE = 6
+"""A sixth of the budget at most is for packs, unless that is fewer than two."""
+
 _HELD_SHARE = 24
 """A 24th of the budget, 8 MiB of the smallest, is for files that arrive side by side."""
 
@@ -89,7 +92,7 @@ class MemoryPlan:
         """Divide the budget of `options`, most of which is for windows."""
         budget = options.memory_bytes
         pack_bytes = PACK_BYTES if budget >= _SMALL_BUDGET_BYTES else 16 * MIB
-        packs_in_flight = 2
+        packs_in_flight = _packs_in_flight(options)
         # A window holds its buffer and, until they are packed, its encoded frames.
         per_window = INGEST_BUFFER_BYTES + WINDOW_BYTES
         windows_min_bytes = _WINDOWS_MIN * per_window
@@ -122,3 +125,13 @@ class MemoryPlan:
             read_bytes=READ_BYTES,
             held_bytes=held_bytes,
         )
+
+
+def _packs_in_flight(options: StoreOptions) -> int:
+    """One that is filled, and as many that are hashed and stored at a time as keep up with that.
+
+    A thread hashes and writes half a gigabyte a second into new pages of a file system, where
+    workers hand over several.
+    """
+    affordable = options.memory_bytes // _PACK_SHARE // PACK_BYTES
+    return max(2, min(1 + options.threads_effective, affordable))

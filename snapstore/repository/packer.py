@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.compression import Codec
 from snapstore.errors import ObjectExists
 from snapstore.format import index as index_format
 from snapstore.format import limits
@@ -37,6 +39,9 @@ __all__ = ["Packer", "PackerTotals"]
 
 _MERGE_CHUNKS_MAX = 4 * MIB
 """Above this many chunks a push leaves merging its indexes to maintenance: 200 MB of tables."""
+
+_COPIED_ELSEWHERE_BYTES_MIN = 2 * MIB
+"""Copying less takes the thread that decides about windows no longer than handing it over."""
 
 _SHARED_COLUMNS = ("offset", "stored_length", "plain_length", "codec", "checksum")
 """Columns of a frame that a footer and an index both have."""
@@ -62,13 +67,12 @@ class _OpenPack:
     frames: GrowingRows
     chunks: GrowingRows
     numbers: list[int]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _SealedPack:
-    number: int
-    id: PackId
-    length: int
+    copying: list[Future[None]] = dataclasses.field(default_factory=list)
+    """Frames on their way into the buffer."""
+    checksums: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    """Those that were known only then, by row of the frame."""
+    placed_later: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """The rows of these frames, and their numbers in the frame table."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +82,29 @@ class _IndexPart:
     packs: Rows
     frames: Rows
     chunks: Rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SealedPack:
+    """A pack that was stored, and its index.
+
+    Attributes:
+        number: Its number in the frame table.
+        id: Its name.
+        length: Bytes.
+        part: The rows of its index.
+        index: The name of that.
+        index_bytes: Length of that.
+        placed_later: See `_OpenPack`.
+    """
+
+    number: int
+    id: PackId
+    length: int
+    part: _IndexPart
+    index: Digest
+    index_bytes: int
+    placed_later: list[tuple[int, int]]
 
 
 class Packer:
@@ -92,6 +119,7 @@ class Packer:
         in_flight: int,
         deleting: Callable[[str], bool],
         damaged_indexes: Collection[str] = (),
+        copiers: ThreadPoolExecutor | None = None,
     ) -> None:
         """Prepare to write.
 
@@ -102,7 +130,9 @@ class Packer:
             in_flight: Packs that may be held in memory at once.
             deleting: Whether a pack of this name is being removed, so that it must not be used.
             damaged_indexes: Names of indexes that cannot be read.
+            copiers: Copy long frames; they outlive this.
         """
+        self._copiers = copiers
         self._backend = backend
         self._frames = frames
         self._pool = BufferPool(
@@ -111,7 +141,10 @@ class Packer:
         self._pack_bytes = pack_bytes
         self._deleting = deleting
         self._damaged_indexes = damaged_indexes
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="snapstore-pack")
+        # One pack is filled meanwhile.
+        self._executor = ThreadPoolExecutor(
+            max(in_flight - 1, 1), thread_name_prefix="snapstore-pack"
+        )
         self._open: _OpenPack | None = None
         self._sealing: list[Future[_SealedPack]] = []
         self._parts: dict[Digest, _IndexPart] = {}
@@ -120,8 +153,11 @@ class Packer:
 
     def append(
         self, number: int, frame: EncodedFrame, plain_length: int, checksum: bytes, chunks: Rows
-    ) -> None:
+    ) -> Future[None] | None:
         """Put a frame into the current pack; its bytes are copied.
+
+        A long frame is copied by another thread: then its bytes must stay as they are until what
+        is returned is done.
 
         Args:
             number: The frame's reserved number in the frame table.
@@ -133,14 +169,14 @@ class Packer:
         self._reap(wait=False)
         pack = self._room_for(frame.length, len(chunks))
         offset = pack.used
-        end = offset
-        for piece in frame.pieces:
-            data = np.frombuffer(piece, np.uint8)
-            np.copyto(pack.buffer[end : end + len(data)], data)
-            end += len(data)
-        assert end - offset == frame.length, (end, offset)
-        pack.used = align_up(end, limits.ALIGNMENT_FRAME_BYTES)
-        pack.buffer[end : pack.used] = 0
+        pack.used = align_up(offset + frame.length, limits.ALIGNMENT_FRAME_BYTES)
+        room = pack.buffer[offset : pack.used]
+        copying = None
+        if frame.length >= _COPIED_ELSEWHERE_BYTES_MIN and self._copiers is not None:
+            copying = self._copiers.submit(_copy_frame, frame, room)
+            pack.copying.append(copying)
+        else:
+            _copy_frame(frame, room)
         row = np.zeros(1, pack_format.FRAME_DTYPE)
         row["offset"], row["stored_length"], row["plain_length"] = (
             offset,
@@ -161,6 +197,53 @@ class Packer:
         self.totals.coded_bytes[codec] = self.totals.coded_bytes.get(codec, 0) + frame.length
         self.totals.frames += 1
         self.totals.chunks += len(chunks)
+        return copying
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether others can fill frames, as `append_filled` wants it."""
+        return self._copiers is not None
+
+    def append_filled(
+        self, number: int, length: int, chunks: Rows, fill: Callable[[memoryview], bytes]
+    ) -> Future[None]:
+        """Put a raw frame into the current pack that another thread fills there.
+
+        Args:
+            number: The frame's reserved number in the frame table.
+            length: Its bytes.
+            chunks: What it holds, rows of the pack's `CHUNK_DTYPE`.
+            fill: Fills all of a buffer and returns the XXH3-128 of it.
+
+        Returns:
+            Done when it is filled; what `fill` raises is raised by a later call as well.
+        """
+        assert self._copiers is not None, "asked before"
+        self._reap(wait=False)
+        pack = self._room_for(length, len(chunks))
+        offset = pack.used
+        pack.used = align_up(offset + length, limits.ALIGNMENT_FRAME_BYTES)
+        frame_row = len(pack.frames)
+        row = np.zeros(1, pack_format.FRAME_DTYPE)
+        row["offset"], row["stored_length"], row["plain_length"] = offset, length, length
+        row["first_chunk"], row["chunk_count"] = len(pack.chunks), len(chunks)
+        row["codec"] = int(Codec.RAW)
+        pack.frames.extend(row)
+        pack.chunks.extend(chunks)
+        pack.placed_later.append((frame_row, number))
+        room = pack.buffer[offset : pack.used]
+
+        def work() -> None:
+            pack.checksums[frame_row] = fill(room[:length].data)
+            room[length:] = 0
+
+        filling = self._copiers.submit(work)
+        pack.copying.append(filling)
+        codec = Codec.RAW.name.lower()
+        self.totals.coded_bytes[codec] = self.totals.coded_bytes.get(codec, 0) + length
+        self.totals.frames += 1
+        self.totals.chunks += len(chunks)
+        return filling
 
     def finish(self) -> None:
         """Store what is open, wait for all, and merge the indexes written here into one."""
@@ -203,8 +286,14 @@ class Packer:
             self._open = None
 
     def _store(self, pack: _OpenPack) -> _SealedPack:
-        """Hash and store a full pack, then its index; runs on the packer's own thread."""
+        """Hash and store a full pack, then its index; on a thread of the packer's own."""
         try:
+            # All of them first: nobody may write to the buffer any more when others get it.
+            wait_for(pack.copying)
+            for copying in pack.copying:
+                copying.result()
+            for row, checksum in pack.checksums.items():
+                pack.frames.rows["checksum"][row] = checksum
             body = pack.buffer[: pack.used]
             footer = pack_format.encode_footer(pack.frames.rows, pack.chunks.rows, offset=pack.used)
             pack_id = _hash_pack(body, footer)
@@ -221,22 +310,17 @@ class Packer:
         finally:
             self._pool.release(pack.buffer)
         length = pack.used + len(footer)
-        self._write_index(pack, pack_id, length)
-        self.totals.packs += 1
-        self.totals.pack_bytes += length
-        return _SealedPack(pack.number, pack_id, length)
+        part = _index_part(pack, pack_id, length)
+        index, index_bytes = self._put_index(part)
+        return _SealedPack(
+            pack.number, pack_id, length, part, index, index_bytes, pack.placed_later
+        )
 
-    def _write_index(self, pack: _OpenPack, pack_id: PackId, length: int) -> None:
-        packs = np.zeros(1, index_format.PACK_DTYPE)
-        packs[0] = (pack_id.raw, length)
-        frames = np.zeros(len(pack.frames), index_format.FRAME_DTYPE)
-        for name in _SHARED_COLUMNS:
-            frames[name] = pack.frames.rows[name]
-        part = _IndexPart(packs, frames, _index_chunks(pack.frames.rows, pack.chunks.rows))
-        root = self._put_index(part)
-        self._merge_rows += len(part.chunks)
+    def _keep_part(self, sealed: _SealedPack) -> None:
+        """Keep the rows of an index to be merged with others, unless there are too many."""
+        self._merge_rows += len(sealed.part.chunks)
         if self._merge_rows <= _MERGE_CHUNKS_MAX:
-            self._parts[root] = part
+            self._parts[sealed.index] = sealed.part
         else:
             self._parts.clear()
 
@@ -251,18 +335,21 @@ class Packer:
         counts = [len(part.chunks) for part in parts]
         chunks["frame"] += np.repeat(frame_bases[:-1], counts).astype(np.uint32)
         packs = np.concatenate([part.packs for part in parts])
-        self._put_index(_IndexPart(packs, frames, chunks), list(self._parts))
+        _, index_bytes = self._put_index(_IndexPart(packs, frames, chunks), list(self._parts))
+        self.totals.index_bytes += index_bytes
 
-    def _put_index(self, part: _IndexPart, supersedes: Sequence[Digest] = ()) -> Digest:
-        """Store an index; where a damaged one has its name, one that says to contain that one."""
+    def _put_index(self, part: _IndexPart, supersedes: Sequence[Digest] = ()) -> tuple[Digest, int]:
+        """Store an index; where a damaged one has its name, one that says to contain that one.
+
+        Returns its name and its length.
+        """
         while True:
             built = index_format.build_index(
                 part.packs, part.frames, part.chunks, supersedes=supersedes
             )
             is_usable = built.root.hex not in self._damaged_indexes
             if is_usable and self._put(ObjectKind.INDEX, built.root, built.pieces):
-                self.totals.index_bytes += built.length
-                return built.root
+                return built.root, built.length
             supersedes = [*supersedes, built.root]
 
     def _put(self, kind: ObjectKind, name: Digest, pieces: Sequence[BytesLike]) -> bool:
@@ -278,6 +365,34 @@ class Packer:
         while self._sealing and (wait or self._sealing[0].done()):
             sealed = self._sealing.pop(0).result()
             self._frames.seal_pack(sealed.number, sealed.id, sealed.length)
+            for row, number in sealed.placed_later:
+                placed = sealed.part.frames[row : row + 1].copy()
+                placed["pack"] = sealed.number
+                self._frames.place_frame(number, placed)
+            self._keep_part(sealed)
+            self.totals.packs += 1
+            self.totals.pack_bytes += sealed.length
+            self.totals.index_bytes += sealed.index_bytes
+
+
+def _index_part(pack: _OpenPack, pack_id: PackId, length: int) -> _IndexPart:
+    packs = np.zeros(1, index_format.PACK_DTYPE)
+    packs[0] = (pack_id.raw, length)
+    frames = np.zeros(len(pack.frames), index_format.FRAME_DTYPE)
+    for name in _SHARED_COLUMNS:
+        frames[name] = pack.frames.rows[name]
+    return _IndexPart(packs, frames, _index_chunks(pack.frames.rows, pack.chunks.rows))
+
+
+def _copy_frame(frame: EncodedFrame, room: npt.NDArray[np.uint8]) -> None:
+    """Copy a frame to where it belongs in a pack, with zeros up to the next one."""
+    end = 0
+    for piece in frame.pieces:
+        data = np.frombuffer(piece, np.uint8)
+        np.copyto(room[end : end + len(data)], data)
+        end += len(data)
+    assert end == frame.length, (end, frame.length)
+    room[end:] = 0
 
 
 def _hash_pack(body: npt.NDArray[np.uint8], footer: bytes) -> PackId:

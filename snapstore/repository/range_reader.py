@@ -6,6 +6,7 @@ decoded in place and not kept; those that other ranges need as well go through t
 
 from __future__ import annotations
 
+import enum
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,8 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from snapstore.backend.base import ObjectKind
 from snapstore.backend.direct import copy_bytes, page_aligned
+from snapstore.backend.posix import PosixBackend
+from snapstore.backend.retry import RetryingBackend
 from snapstore.compression import Codec, decode_frame
+from snapstore.errors import ObjectNotFound
 from snapstore.format.layout import ZEROS
 from snapstore.repository.read_plan import (
     Destination,
@@ -27,6 +32,7 @@ from snapstore.repository.stored_frames import (
     FrameErrors,
     check_stored,
     is_stored_raw,
+    missing_pack,
     read_unit,
 )
 from snapstore.units import KIB, MIB
@@ -37,10 +43,12 @@ if TYPE_CHECKING:
     from snapstore.backend.base import Backend
     from snapstore.format.tables import Rows
     from snapstore.ids import PackId
+    from snapstore.repository.file_pieces import StoredFrame
+    from snapstore.repository.segments import Segments
     from snapstore.repository.stream_reader import StreamReader
-    from snapstore.repository.verifier import WholeChunks
+    from snapstore.repository.verifier import ChunkVerifier, WholeChunks
 
-__all__ = ["RangeReader"]
+__all__ = ["RangeReader", "ReadCheck"]
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -49,6 +57,20 @@ _PIECE_BYTES_MIN_OF_SERVICE = 4 * MIB
 """What is read straight into the caller's memory is a request of its own: dear over a network."""
 
 _READ_BYTES_BEST_OF_DISK = 4 * MIB
+
+
+class ReadCheck(enum.Enum):
+    """What is checked of bytes before they are given out.
+
+    Only who checks every chunk afterwards, and gives nothing on before, may ask for less than all.
+    """
+
+    ALL = "all"
+    """What the integrity that the store was opened with asks for."""
+    FRAMES = "frames"
+    """Checksums of frames alone."""
+    NOTHING = "nothing"
+    """Of a raw frame nothing; others keep their checksums, which cost little beside decoding."""
 
 
 class _Piece(NamedTuple):
@@ -107,7 +129,9 @@ class RangeReader:
         is_service = best > _READ_BYTES_BEST_OF_DISK
         self._piece_bytes_min = _PIECE_BYTES_MIN_OF_SERVICE if is_service else _PIECE_BYTES_MIN
 
-    def read_into(self, stream: int, offset: int, into: memoryview) -> None:
+    def read_into(
+        self, stream: int, offset: int, into: memoryview, *, check: ReadCheck = ReadCheck.ALL
+    ) -> None:
         """Fill all of `into` with a stream's bytes from `offset` on; they must be within it.
 
         The buffer's content is undefined after an error.
@@ -124,11 +148,51 @@ class RangeReader:
         for begin, end in parts.zeros:
             np.frombuffer(into[begin:end], np.uint8)[:] = 0
         if parts.own:
-            _Range(self._backend, self._cached, stream, into, parts.own).read(
+            verifier = self._cached.verifier if check is ReadCheck.ALL else None
+            _Range(self._backend, self._segments, verifier, stream, into, parts.own).read(
                 read_bytes_max=self._read_bytes_max, piece_bytes_min=self._piece_bytes_min
             )
         for begin, end in parts.shared:
             self._cached.read_into(stream, offset + begin, into[begin:end])
+
+    def read_frame(
+        self, stream: int, offset: int, stored: StoredFrame, into: memoryview, *, check: ReadCheck
+    ) -> None:
+        """Fill all of `into` with a raw frame, which is the stream's bytes from `offset` on.
+
+        Raises:
+            MissingPack: The pack is gone.
+            DigestMismatch: Bytes are not what they should be.
+        """
+        pack, frame = stored
+        unit = ReadUnit(pack, frame.offset, frame.stored_length, 0, 0)
+        read_unit(self._backend, unit, into)
+        if check is ReadCheck.NOTHING:
+            return
+        with FrameErrors(pack).about(frame):
+            check_stored(self._backend, pack, frame, into)
+            verifier = self._cached.verifier if check is ReadCheck.ALL else None
+            if verifier is None:
+                return
+            if not verifier.whole_chunks(stream, offset, into.nbytes).are_right(offset, into):
+                place = Destination(0, stream, offset, into.nbytes, 0)
+                verifier.check(place, into)
+
+    def open_pack(self, pack: PackId) -> int | None:
+        """Return a descriptor of a pack, the caller's to close; None if packs are no files here.
+
+        Raises:
+            MissingPack: The pack is gone.
+        """
+        backend = self._backend
+        if isinstance(backend, RetryingBackend):
+            backend = backend.inner
+        if not isinstance(backend, PosixBackend):
+            return None
+        try:
+            return backend.descriptor(ObjectKind.PACK, pack.hex)
+        except ObjectNotFound as error:
+            raise missing_pack(pack, 0) from error
 
     def _divide(self, stream: int, offset: int, length: int) -> _Division:
         base = self._segments.base(stream)
@@ -175,14 +239,15 @@ class _Range:
     def __init__(
         self,
         backend: Backend,
-        cached: StreamReader,
+        segments: Segments,
+        verifier: ChunkVerifier | None,
         stream: int,
         into: memoryview,
         pieces: dict[int, list[_Piece]],
     ) -> None:
         self._backend = backend
-        self._verifier = cached.verifier
-        self._layout = cached.segments.layout
+        self._verifier = verifier
+        self._layout = segments.layout
         self._stream = stream
         self._into = into
         self._pieces = pieces
@@ -255,7 +320,7 @@ class _Range:
             copy_bytes(self._into[piece.at : piece.at + piece.length], data)
 
     def _check(self, piece: _Piece, plain: memoryview) -> None:
-        """Check the chunks of a piece of a decoded frame."""
+        """ReadCheck the chunks of a piece of a decoded frame."""
         if self._verifier is None or self._chunks is None:
             return
         data = plain[piece.offset : piece.offset + piece.length]

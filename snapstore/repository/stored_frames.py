@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from snapstore.ids import PackId
     from snapstore.repository.read_plan import PlannedFrame
 
-__all__ = ["FrameErrors", "check_stored", "is_stored_raw", "read_unit"]
+__all__ = [
+    "FrameErrors",
+    "check_stored",
+    "is_stored_raw",
+    "missing_pack",
+    "read_unit",
+]
 
 
 def read_unit(backend: Backend, unit: ReadUnit, into: memoryview) -> None:
@@ -32,11 +38,16 @@ def read_unit(backend: Backend, unit: ReadUnit, into: memoryview) -> None:
     try:
         backend.get_range(ObjectKind.PACK, unit.pack.hex, unit.offset, into)
     except (ObjectNotFound, RangeNotSatisfiable) as error:
-        raise MissingPack(
-            f"pack {unit.pack.short} is gone or cut short, at offset {unit.offset}",
-            next_step="if somebody removed data meanwhile, pull again; else push the same "
-            "tree again, which sends what is missing",
-        ) from error
+        raise missing_pack(unit.pack, unit.offset) from error
+
+
+def missing_pack(pack: PackId, offset: int) -> MissingPack:
+    """Say that a pack is gone, or ends before that offset."""
+    return MissingPack(
+        f"pack {pack.short} is gone or cut short, at offset {offset}",
+        next_step="if somebody removed data meanwhile, pull again; else push the same "
+        "tree again, which sends what is missing",
+    )
 
 
 def check_stored(backend: Backend, pack: PackId, frame: PlannedFrame, data: memoryview) -> None:

@@ -42,6 +42,11 @@ class ChunkVerifier:
         self._bases = np.cumsum(streams["length"].astype(np.int64))
         self._bases -= streams["length"].astype(np.int64)
 
+    @property
+    def extents(self) -> Rows:
+        """The chunk table of the rank."""
+        return self._extents
+
     def check_zeros(self, layout: LayoutTables) -> None:
         """Check that the layout leaves out nothing but zeros.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from snapstore.errors import Interrupted
 
@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snapstore.repository.buffers import BufferPool
+    from snapstore.repository.hashed_chunks import Answer, HashedChunks, LoadFrame
     from snapstore.repository.ingest import Ingest, IngestJob, IngestStream
     from snapstore.repository.memory import MemoryPlan
     from snapstore.repository.windows import ByteArray, Window
 
 __all__ = ["WindowFeed"]
+
+_Answer = TypeVar("_Answer")
 
 _RENEW_S = 60.0
 """How often the lease is looked at while nothing arrives."""
@@ -47,6 +50,7 @@ class WindowFeed:
         self._renew = renew
         self._lock = threading.Lock()
         self._inbox: list[IngestJob] = []
+        self._questions: list[tuple[Callable[[], None], Future[Any]]] = []
         self._wake: Future[None] = Future()
         self._error: BaseException | None = None
         self._ended = False
@@ -88,7 +92,7 @@ class WindowFeed:
 
     def submit(
         self, stream: IngestStream, window: Window, buffer: ByteArray, *, final: bool
-    ) -> None:
+    ) -> IngestJob:
         """Hand over the next window of a stream, and its buffer with it.
 
         Raises:
@@ -96,8 +100,49 @@ class WindowFeed:
         """
         with self._lock:
             self._raise_error()
-            self._inbox.append(self._ingest.prepare(stream, window, buffer, final=final))
+            job = self._ingest.prepare(stream, window, buffer, final=final)
+            self._inbox.append(job)
             self._wake_up()
+            return job
+
+    def ask(self, chunks: HashedChunks) -> Answer:
+        """Ask the pipeline, on its thread, which chunks have to be loaded; waits for the answer.
+
+        Raises:
+            SnapError: The pipeline failed or was stopped.
+        """
+        return self._call(lambda: self._ingest.ask(chunks))
+
+    def _call(self, question: Callable[[], _Answer]) -> _Answer:
+        answer: Future[_Answer] = Future()
+
+        def find() -> None:
+            answer.set_result(question())
+
+        with self._lock:
+            self._raise_error()
+            self._questions.append((find, answer))
+            self._wake_up()
+        try:
+            return answer.result()
+        except CancelledError:
+            self.check()
+            raise
+
+    @property
+    def stores_hashed(self) -> bool:
+        """See `Ingest.stores_hashed`."""
+        return self._ingest.stores_hashed
+
+    def store_hashed(
+        self, stream: IngestStream, chunks: HashedChunks, load: LoadFrame
+    ) -> list[Future[None]]:
+        """Let the pipeline store chunks, on its thread; waits until all of it is under way.
+
+        Raises:
+            SnapError: The pipeline failed or was stopped.
+        """
+        return self._call(lambda: self._ingest.store_hashed(stream, chunks, load))
 
     def check(self) -> None:
         """Raise what went wrong, if anything did."""
@@ -124,7 +169,10 @@ class WindowFeed:
         """
         with self._lock:
             self._error = self._error or error
+            questions, self._questions = self._questions, []
             self._wake_up()
+        for _, answer in questions:
+            answer.cancel()
         self._buffers.close()
 
     def close(self) -> None:
@@ -153,15 +201,28 @@ class WindowFeed:
             if self._error is not None:
                 return False
             jobs, self._inbox = self._inbox, []
+            questions, self._questions = self._questions, []
             ended = self._ended
             if self._wake.done() and not ended:
                 self._wake = Future()
             wake = self._wake
         for job in jobs:
             self._ingest.accept(job)
+        self._answer(questions)
         if self._ingest.is_idle and ended:
             return False
         # When all has been handed over, there is nothing but the pipeline to wait for.
         self._ingest.advance(None if ended else wake, timeout_s=_RENEW_S)
         self._renew()
         return True
+
+    def _answer(self, questions: list[tuple[Callable[[], None], Future[Any]]]) -> None:
+        for number, (find, _) in enumerate(questions):
+            try:
+                find()
+            except BaseException as error:
+                # Before anybody is woken, who then is to be told why.
+                self.stop(error)
+                for _, unanswered in questions[number:]:
+                    unanswered.cancel()
+                raise

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from snapstore.chunking.base import Before, Cutter, Offsets
+    from snapstore.repository.hashed_chunks import HashedWindow
 
 __all__ = ["WINDOW_BYTES", "StreamSource", "Window"]
 
@@ -36,12 +37,14 @@ class Window:
         load: Fills an array of `length` bytes; runs on any thread. None: a hole, all zeros.
         ends: Where to cut, relative to the window, instead of by content. The last is `length`.
         before: What lies before it, if it is a later part of a window that arrived in parts.
+        hashed: What is known of its chunks already; then it says what to load, and where to cut.
     """
 
     length: int
     load: Callable[[ByteArray], None] | None
     ends: Offsets | None = None
     before: Before | None = None
+    hashed: HashedWindow | None = None
 
 
 class StreamSource(Protocol):

@@ -183,6 +183,7 @@ class WriteSession:
                 in_flight=plan.packs_in_flight,
                 deleting=deleting.__contains__,
                 damaged_indexes=loaded.damaged,
+                copiers=executor if plan.threads > 2 else None,
             )
             stack.callback(self._packer.abort)
             self.buffers = BufferPool(count=plan.window_buffers, size_bytes=INGEST_BUFFER_BYTES)

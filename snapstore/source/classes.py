@@ -26,9 +26,11 @@ class DataClass(enum.Enum):
     PAGES = "pages"
     """Memory images: rewritten in short runs of pages, shifted by whole pages."""
     TENSORS = "tensors"
-    """Weights and device memory: large arrays, shifted by odd amounts if at all."""
+    """Weights, and memory of devices as others dump it: large arrays, shifted by odd amounts."""
     GENERIC = "generic"
     """Anything else."""
+    DEVICE = "device"
+    """Memory of a GPU, from the start of one allocation: nothing in it shifts."""
 
 
 class FileRole(enum.Enum):

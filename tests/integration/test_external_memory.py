@@ -30,10 +30,13 @@ FRESH = Place(network="fresh", pids="fresh")
 MIB = 1 << 20
 
 
-def take(agent: Agent, broker: MemoryBroker, pid: int, name: str = NAME) -> CaptureResult:
+def take(
+    agent: Agent, broker: MemoryBroker, pid: int, name: str = NAME, *, stop: bool = False
+) -> CaptureResult:
     options = StoreOptions(compression=Compression.NONE)
+    request = CaptureRequest(pid=pid, name=name, broker=broker, stop=stop)
     with snapstore.open_store(agent.url, options) as store:
-        return capture(store, CaptureRequest(pid=pid, name=name, broker=broker), agent.config)
+        return capture(store, request, agent.config)
 
 
 @contextlib.contextmanager
@@ -84,7 +87,9 @@ def test_the_source_goes_on_and_the_copy_is_the_same(
     assert workload.ask("change") == "changed"
     changed = workload.ask("digest")
     assert workload.ask("release") == "released"
-    take(agent, broker, restored.root_pid, "test/external:v2")
+    # It is the last of its pid namespace, whose end must not take CRIU along.
+    take(agent, broker, restored.root_pid, "test/external:v2", stop=True)
+    assert not workload.pids
     workload.end()
 
     bring_back(agent, broker, "test/external:v2", eager=True)

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,13 +27,21 @@ SIZE_MIB = 64
 class ExternalWorkload:
     """A process with external arrays, in any of its lives. Leaving the context ends it."""
 
-    def __init__(self, home: Path, broker: Path, *, size_mib: int = SIZE_MIB) -> None:
+    def __init__(
+        self,
+        home: Path,
+        broker: Path,
+        *,
+        size_mib: int = SIZE_MIB,
+        program: str = PROGRAM,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.home = home
         with (home / "output.txt").open("ab") as output:
             self._first_life = subprocess.Popen(  # noqa: S603 - this interpreter
-                [sys.executable, "-m", PROGRAM, str(broker), str(size_mib)],
+                [sys.executable, "-m", program, str(broker), str(size_mib)],
                 cwd=home,
-                env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+                env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **(variables or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from snapstore.chunking.base import Analysis, Cutter
 from snapstore.chunking.content import ContentCutter
+from snapstore.chunking.grid import GridCutter
 from snapstore.chunking.pages import PageCutter
 from snapstore.units import KIB, MIB, PAGE_BYTES
 from tests.support.samples import ByteArray, bf16, constant, pages, random_bytes, text
@@ -24,6 +25,8 @@ CUTTERS = [
     pytest.param(PAGES, id="pages"),
     pytest.param(CONTENT, id="content"),
     pytest.param(ContentCutter(mean_bytes=256 * KIB), id="tensors"),
+    pytest.param(GridCutter(), id="grid"),
+    pytest.param(GridCutter(12 * KIB), id="fine grid"),
 ]
 SIZES_ODD = [0, 1, 2, 3, 4, 5, 4095, 4096, 4097, 8191, 8192, 65535, 65536, 65537, 300_001]
 

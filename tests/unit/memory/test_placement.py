@@ -73,6 +73,15 @@ def test_what_was_written_is_read() -> None:
     assert from_placement({"gpu": 3}, of="rank host") == []
 
 
+def test_memory_of_gpus_needs_a_reader_that_knows_them() -> None:
+    on_gpu = msgspec.structs.replace(region(1), device=GPU)
+    session = SessionPlace(session="a" * 64, regions=(region(0), on_gpu))
+    written = placement_of([session])
+    assert written["external"]["version"] == 2  # type: ignore[index]
+    assert from_placement(written, of="rank host") == [session]
+    assert is_in_schema(written)
+
+
 def changed(path: str, value: object) -> dict[str, Any]:
     document = copy.deepcopy(DOCUMENT)
     *above, last = path.split("/")
@@ -83,10 +92,11 @@ def changed(path: str, value: object) -> dict[str, Any]:
     return document
 
 
+GPU = "GPU-00000007-0000-0000-0000-000000000001"
 REGION = "sessions/0/regions/1"
 OTHER = msgspec.to_builtins(SESSION)
 BY_SCHEMA = [
-    ("version", 2),
+    ("version", 3),
     ("version", None),
     ("more", 1),
     ("sessions", {}),
@@ -94,6 +104,7 @@ BY_SCHEMA = [
     ("sessions/0/session", "A" * 64),
     ("sessions/0/more", 1),
     (f"{REGION}/device", "gpu"),
+    (f"{REGION}/device", "GPU-0"),
     (f"{REGION}/huge", 0),
     (f"{REGION}/more", 0),
     (f"{REGION}/address", -PAGE),
@@ -108,6 +119,7 @@ BY_SCHEMA = [
     (f"{REGION}/file", "external/x\n"),
 ]
 BY_RULE = [
+    (f"{REGION}/device", GPU),
     (f"{REGION}/order", 0),
     (f"{REGION}/order", 2),
     (f"{REGION}/region", 5),

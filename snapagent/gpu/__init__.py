@@ -1,0 +1,1 @@
+"""The GPUs of this machine: the CUDA driver, and what the agent does with it."""

@@ -1,0 +1,174 @@
+"""Memory of one GPU into a snapshot: hashed there, so that only what the store lacks comes over.
+
+The workload has released the memory, so nothing changes it meanwhile. What it hashes to on the GPU
+is believed where the store has such chunks; of what comes over, one chunk in each window is hashed
+again on the way into the store, or all if that is asked for (`FileWriter.write_hashed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+import numpy as np
+
+from snapagent.gpu.arena import SLOT_BYTES
+from snapagent.gpu.checking import zero_digests
+from snapstore import DEVICE_CHUNK_BYTES, HashedChunks
+from snapstore.clock import SystemClock
+from snapstore.errors import Interrupted
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    from snapagent.gpu.arena import PinnedArena, Slot
+    from snapagent.gpu.driver import Gpu, Lane
+    from snapagent.gpu.hashing import PieceHasher
+    from snapstore import FileWriter
+
+__all__ = ["CaptureReport", "GpuCapture"]
+
+_SLOTS: Final = 2
+
+
+@dataclass(slots=True)
+class CaptureReport:
+    """What storing one region did.
+
+    Attributes:
+        bytes: Of the region.
+        copied_bytes: That came over to the processor.
+        hash_s: What hashing on the GPU took.
+        seconds: All of it, until everything is in the hands of the writer.
+    """
+
+    bytes: int = 0
+    copied_bytes: int = 0
+    hash_s: float = 0.0
+    seconds: float = 0.0
+
+
+class GpuCapture:
+    """Stores memory of one GPU. Thread-safe; a context manager."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        arena: PinnedArena,
+        hasher: PieceHasher | None,
+        *,
+        check_all: bool = False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            gpu: Which; all three stay open for as long as this is used.
+            arena: Slots near it, for what comes over.
+            hasher: Hashes on it; without one all bytes come over.
+            check_all: See `FileWriter.write_hashed`.
+        """
+        self._check_all = check_all
+        self._gpu = gpu
+        self._arena = arena
+        self._hasher = hasher
+        self._clock = SystemClock()
+        self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
+        self._stack = contextlib.ExitStack()
+        for _ in range(max(1, arena.slots // _SLOTS)):
+            self._lanes.put(self._stack.enter_context(gpu.lane(_SLOTS)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the streams back. Idempotent."""
+        self._stack.close()
+
+    def store(
+        self, address: int, length: int, file: FileWriter, *, stop: threading.Event
+    ) -> CaptureReport:
+        """Write memory, the whole of an allocation, into a file of class `device`.
+
+        Returns when the memory is not needed any more; the file is still open.
+
+        Raises:
+            Interrupted: `stop` was set.
+            SnapError: The writing failed, or the driver.
+        """
+        begin = self._clock.monotonic_s()
+        report = CaptureReport(bytes=length)
+
+        def load(offset: int, count: int, into: memoryview) -> None:
+            if stop.is_set():
+                raise Interrupted("the capture was stopped")
+            self._copy_out(address + offset, count, into)
+
+        if self._hasher is None:
+            self._store_bytes(length, file, load)
+            report.copied_bytes = length
+        else:
+            chunks = _hashed(self._hasher, address, length)
+            report.hash_s = self._clock.monotonic_s() - begin
+            totals = file.write_hashed(chunks, load, check_all=self._check_all)
+            report.copied_bytes = totals.loaded_bytes
+        report.seconds = self._clock.monotonic_s() - begin
+        return report
+
+    def _store_bytes(
+        self, length: int, file: FileWriter, load: Callable[[int, int, memoryview], None]
+    ) -> None:
+        while file.size_bytes < length:
+            left = length - file.size_bytes
+            with file.buffer() as room, room[:left] as view:
+                count = view.nbytes
+                load(file.size_bytes, count, view)
+            file.advance(count)
+
+    def _copy_out(self, device: int, length: int, into: memoryview) -> None:
+        """Copy device memory to memory that is not page-locked: one part while the next comes."""
+        lane = self._lanes.get()
+        try:
+            with self._arena.borrow(_SLOTS) as slots:
+                lane.bind()
+                try:
+                    _copy_by_slots(lane, device, length, into, slots)
+                finally:
+                    lane.finish()
+        finally:
+            self._lanes.put(lane)
+
+
+def _copy_by_slots(
+    lane: Lane, device: int, length: int, into: memoryview, slots: list[Slot]
+) -> None:
+    target = np.frombuffer(into, np.uint8)
+    part = min(SLOT_BYTES, max(length // _SLOTS, 1))
+    begins = range(0, length, part)
+    for number in range(len(begins) + 1):
+        if number < len(begins):
+            begin = begins[number]
+            count = min(part, length - begin)
+            lane.copy_out(number % _SLOTS, slots[number % _SLOTS].address, device + begin, count)
+        if number:
+            begin, before = begins[number - 1], (number - 1) % _SLOTS
+            lane.wait(before)
+            _take(target, begin, min(part, length - begin), slots[before])
+
+
+def _take(target: np.ndarray, begin: int, count: int, slot: Slot) -> None:
+    np.copyto(target[begin : begin + count], np.frombuffer(slot.view[:count], np.uint8))
+
+
+def _hashed(hasher: PieceHasher, address: int, length: int) -> HashedChunks:
+    """Hash an allocation on its grid, and find the zeros by what they hash to."""
+    offsets = np.arange(0, length, DEVICE_CHUNK_BYTES, dtype=np.int64)
+    lengths = np.minimum(DEVICE_CHUNK_BYTES, length - offsets)
+    digests = hasher.digests(address + offsets, lengths)
+    zeros = (digests == zero_digests(lengths)).all(axis=1)
+    return HashedChunks(lengths=lengths, ids=digests, zeros=zeros)

@@ -1,0 +1,584 @@
+"""Files of a snapshot into the memory of one GPU, as fast as the bus takes them.
+
+Some threads each take the next piece, in the order in which pieces lie in the store: read it into a
+slot of page-locked memory, check it there or not at all, and let the GPU fetch it while they read
+the next one. What is checked on the GPU instead is hashed there when a file is whole. What lies in
+page-locked memory already, as in a registered cache, is fetched from there by the GPU alone.
+
+Python's interpreter runs one thread at a time, so everything that can be known of a piece before is
+in the plan: beside reading, hashing and copying, which let others run, a piece costs microseconds.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import os
+import queue
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
+
+from xxhash import xxh3_128_digest
+
+from snapagent.gpu.arena import SLOT_BYTES, near_gpu
+from snapagent.gpu.checking import ChunkPlace, DeviceChunks, place_of
+from snapstore import Integrity, ReadCheck
+from snapstore.clock import SystemClock
+from snapstore.errors import DigestMismatch, FormatError, IntegrityError
+from snapstore.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from snapagent.gpu.arena import PinnedArena, Slot
+    from snapagent.gpu.driver import Gpu, Lane
+    from snapagent.gpu.hashing import PieceHasher
+    from snapstore import FilePiece, SnapshotFile
+    from snapstore.ids import PackId
+
+__all__ = ["DirectSource", "GpuStream", "StreamReport", "StreamTarget"]
+
+_SLOTS_PER_WORKER: Final = 2
+_BATCH_PIECES: Final = 4
+"""Taken at a time by a worker: few enough that all of them end at about the same time."""
+_DIRECT_BYTES: Final = 32 * MIB
+"""Fetched at a time from memory that is page-locked already: so that a stop is noticed soon."""
+
+
+class DirectSource(Protocol):
+    """A whole file in page-locked memory, checked when it was put there."""
+
+    @property
+    def address(self) -> int:
+        """Where in this process its first byte is."""
+        ...
+
+
+class StreamTarget(NamedTuple):
+    """A file, and where in the GPU's memory it goes.
+
+    Attributes:
+        rank: Whose it is, for messages.
+        file: Opened from the snapshot; what its store was opened with says what is checked.
+        address: Of the GPU's memory, which has at least as many bytes as the file.
+        source: Where the file lies ready, if it does.
+    """
+
+    rank: int | str
+    file: SnapshotFile
+    address: int
+    source: DirectSource | None = None
+
+
+@dataclass(slots=True)
+class StreamReport:
+    """What a stream did, and where its time went; seconds of threads are summed up over them.
+
+    Attributes:
+        gpu: Its UUID.
+        bytes: Of data that arrived; zeros do not count.
+        zero_bytes: That the GPU filled in by itself.
+        direct_bytes: Of `bytes`, those fetched from where they lay ready.
+        hashed_bytes: That were hashed on the GPU.
+        seconds: From the first to the last.
+        threads: How many worked.
+        read_s: What threads took to read, check and decode.
+        wait_s: What they waited for the GPU to fetch.
+        hash_s: What hashing on the GPU took.
+    """
+
+    gpu: str
+    bytes: int = 0
+    zero_bytes: int = 0
+    direct_bytes: int = 0
+    hashed_bytes: int = 0
+    seconds: float = 0.0
+    threads: int = 0
+    read_s: float = 0.0
+    wait_s: float = 0.0
+    hash_s: float = 0.0
+
+    @property
+    def bottleneck(self) -> str:
+        """Which step the others waited for: `read`, `copy` or `hash`."""
+        steps = {"read": self.read_s, "copy": self.wait_s, "hash": self.hash_s}
+        return max(steps, key=lambda step: steps[step])
+
+
+@dataclass(slots=True)
+class _Target:
+    """A file on its way."""
+
+    number: int
+    what: StreamTarget
+    check: ReadCheck
+    chunks: DeviceChunks | None
+    left: int = 0
+    """Items that have not arrived."""
+
+
+class _Item(NamedTuple):
+    """A piece on its way.
+
+    Attributes:
+        to: Where it goes, in the GPU's memory.
+        length: Bytes.
+        source: Its address, if it lies ready.
+        piece: In the file, unless it lies ready.
+        at: Where in its pack it is, if the processor has to do no more than read it, else -1.
+        checksum: XXH3-128 that it must have; empty if the GPU checks it.
+    """
+
+    to: int
+    length: int
+    source: int
+    piece: FilePiece | None
+    at: int = -1
+    checksum: bytes = b""
+
+
+class _Batch(NamedTuple):
+    """Some pieces of one file for one worker; those at a place in a pack are all of the same."""
+
+    target: _Target
+    items: list[_Item]
+    pack: PackId | None
+
+
+class GpuStream:
+    """Fills memory of one GPU. Thread-safe; several fills share the slots of the arena.
+
+    A context manager.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        arena: PinnedArena,
+        hasher: PieceHasher | None,
+        *,
+        workers: int,
+        part_bytes: int = SLOT_BYTES,
+        blocking: bool = False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            gpu: Which; all three stay open for as long as this is used.
+            arena: Slots near it.
+            hasher: Hashes on it; without one the processor does.
+            workers: Threads at most; each takes two slots.
+            part_bytes: How much of a raw frame is read at a time that the GPU checks, 4 MiB at
+                most. What all threads of a machine hold should fit its processor's cache.
+            blocking: Threads that wait for the GPU sleep, where they would spin otherwise.
+        """
+        self.gpu = gpu
+        self.arena = arena
+        self.hasher = hasher
+        self.part_bytes = min(part_bytes, SLOT_BYTES)
+        self.workers = max(1, min(workers, arena.slots // _SLOTS_PER_WORKER))
+        # Making one takes the driver ten milliseconds, in which no other can be made.
+        self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
+        self._stack = contextlib.ExitStack()
+        for _ in range(self.workers):
+            lane = self._stack.enter_context(gpu.lane(_SLOTS_PER_WORKER, blocking=blocking))
+            self._lanes.put(lane)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the streams back; nobody fills any more. Idempotent."""
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def lane(self) -> Iterator[Lane]:
+        """Lend a stream to the calling thread, which waits until there is one."""
+        lane = self._lanes.get()
+        try:
+            lane.bind()
+            try:
+                yield lane
+            finally:
+                # Whatever happened, nothing may still be copied when others get what was used.
+                lane.finish()
+        finally:
+            self._lanes.put(lane)
+
+    def fill(
+        self,
+        targets: Sequence[StreamTarget],
+        *,
+        stop: threading.Event,
+        target_done: Callable[[int], None],
+        progress: Callable[[int], None],
+    ) -> StreamReport:
+        """Fill the memory of all targets; returns when the last is whole, or `stop` is set.
+
+        Args:
+            targets: What to fill.
+            stop: Ends it early, from any thread.
+            target_done: Called with the number of each target when all of it is in the GPU's memory
+                and was checked; on any thread.
+            progress: Called with bytes as they arrive, on any thread.
+
+        Raises:
+            SnapError: The first thing that went wrong; it names rank, file, offset and chunk. What
+                is in the memory then must not be used.
+        """
+        clock = SystemClock()
+        begin = clock.monotonic_s()
+        run = _Run(self, targets, stop, target_done, progress)
+        run.work()
+        run.report.seconds = clock.monotonic_s() - begin
+        if run.error is not None:
+            raise run.error
+        return run.report
+
+
+class _Run:
+    """One call of `fill`."""
+
+    def __init__(
+        self,
+        stream: GpuStream,
+        targets: Sequence[StreamTarget],
+        stop: threading.Event,
+        target_done: Callable[[int], None],
+        progress: Callable[[int], None],
+    ) -> None:
+        self.stream = stream
+        self.stop = stop
+        self.clock = SystemClock()
+        self.error: BaseException | None = None
+        self.report = StreamReport(stream.gpu.device.uuid)
+        self._target_done = target_done
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._failed = threading.Event()
+        self._empty: list[_Target] = []
+        batches: list[tuple[int, _Batch]] = []
+        for number, what in enumerate(targets):
+            target = _plan_target(number, what, stream.hasher)
+            more = _batches_of(target, stream.part_bytes)
+            target.left = sum(len(batch.items) for _, batch in more)
+            batches += more
+            if not more:
+                self._empty.append(target)
+        # Neighbours in the store are read one after the other, whatever files they belong to.
+        batches.sort(key=lambda one: one[0])
+        self._ready = collections.deque(batch for _, batch in batches)
+        self.packs = _OpenPacks(self._ready)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether to begin nothing more."""
+        return self._failed.is_set() or self.stop.is_set()
+
+    def work(self) -> None:
+        """Do all of it, with as many threads as there is work for."""
+        count = min(self.stream.workers, len(self._ready))
+        self.report.threads = count
+        threads = [
+            threading.Thread(target=self._attempt, args=(_work,), name=f"snapagent-gpu-{number}")
+            for number in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        for target in self._empty:
+            self._attempt(functools.partial(_Run.finish, target=target))
+        for thread in threads:
+            thread.join()
+        self.packs.close()
+
+    def next(self) -> _Batch | None:
+        """Take what to do next; none if there is no more, or all is over."""
+        if self.is_over:
+            return None
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            return None
+
+    def arrived(self, target: _Target, items: list[_Item]) -> None:
+        """Take note of pieces that are in the GPU's memory; the last one makes its file whole."""
+        data = sum(item.length for item in items if item.piece is None or not item.piece.is_zeros)
+        with self._lock:
+            report = self.report
+            report.bytes += data
+            report.zero_bytes += sum(item.length for item in items) - data
+            report.direct_bytes += sum(item.length for item in items if item.piece is None)
+            target.left -= len(items)
+            is_whole = not target.left
+        if data:
+            self._progress(data)
+        if is_whole and not self.is_over:
+            self.finish(target)
+
+    def finish(self, target: _Target) -> None:
+        """Check what is to be checked on the GPU, and say that a file is there."""
+        what, hasher = target.what, self.stream.hasher
+        if target.chunks is not None and hasher is not None:
+            begin = self.clock.monotonic_s()
+            wrong = target.chunks.first_wrong(hasher, what.address)
+            with self._lock:
+                self.report.hash_s += self.clock.monotonic_s() - begin
+                self.report.hashed_bytes += what.file.size_bytes
+            if wrong is not None:
+                raise _damage_on_gpu(what, wrong, self.report.gpu)
+        self._target_done(target.number)
+
+    def took(self, read_s: float, wait_s: float) -> None:
+        """Add up where the time of a thread went."""
+        with self._lock:
+            self.report.read_s += read_s
+            self.report.wait_s += wait_s
+
+    def _attempt(self, do: Callable[[_Run], None]) -> None:
+        try:
+            do(self)
+        except BaseException as error:  # noqa: BLE001 - raised by `fill`
+            with self._lock:
+                self.error = self.error or error
+            self._failed.set()
+
+
+class _OpenPacks:
+    """Descriptors of the packs that batches under way are read from. Thread-safe."""
+
+    def __init__(self, batches: Iterable[_Batch]) -> None:
+        self._lock = threading.Lock()
+        self._left = collections.Counter(one.pack for one in batches if one.pack is not None)
+        self._fds: dict[PackId, int | None] = {}
+
+    def open(self, batch: _Batch) -> int | None:
+        """Return the descriptor for a batch; none if there is none."""
+        pack, piece = batch.pack, batch.items[0].piece
+        if pack is None or piece is None:
+            return None
+        with self._lock:
+            if pack not in self._fds:
+                self._fds[pack] = batch.target.what.file.open_pack(piece)
+            return self._fds[pack]
+
+    def done(self, batch: _Batch) -> None:
+        """Say that a batch needs its pack no more."""
+        if batch.pack is None:
+            return
+        with self._lock:
+            self._left[batch.pack] -= 1
+            fd = None if self._left[batch.pack] else self._fds.pop(batch.pack, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close what is left after an error."""
+        with self._lock:
+            for fd in self._fds.values():
+                if fd is not None:
+                    os.close(fd)
+            self._fds.clear()
+
+
+def _work(run: _Run) -> None:
+    """What each thread does."""
+    stream = run.stream
+    with (
+        near_gpu(stream.gpu),
+        stream.arena.borrow(_SLOTS_PER_WORKER) as slots,
+        stream.lane() as lane,
+    ):
+        worker = _Worker(run, lane, slots)
+        try:
+            worker.work()
+        finally:
+            run.took(worker.read_s, worker.wait_s)
+
+
+class _Worker:
+    """One thread with its stream and its slots."""
+
+    def __init__(self, run: _Run, lane: Lane, slots: list[Slot]) -> None:
+        self._run = run
+        self._lane = lane
+        self._slots = slots
+        self._used = 0
+        self._clock = SystemClock()
+        self.read_s = 0.0
+        self.wait_s = 0.0
+
+    def work(self) -> None:
+        """Take batches until there is none left, or all is over."""
+        run = self._run
+        pending: collections.deque[tuple[_Batch, int]] = collections.deque()
+        while (batch := run.next()) is not None:
+            fd = run.packs.open(batch)
+            for item in batch.items:
+                place = self._free_place()
+                if run.is_over:
+                    return
+                self._begin(place, batch.target, item, fd)
+            run.packs.done(batch)
+            pending.append((batch, self._used))
+            # A place is used again only after what was there has arrived.
+            while pending and pending[0][1] <= self._used - len(self._slots):
+                done, _ = pending.popleft()
+                run.arrived(done.target, done.items)
+        for place in range(len(self._slots)):
+            self._wait(place)
+        for done, _ in pending:
+            run.arrived(done.target, done.items)
+
+    def _free_place(self) -> int:
+        place = self._used % len(self._slots)
+        if self._used >= len(self._slots):
+            self._wait(place)
+        self._used += 1
+        return place
+
+    def _wait(self, place: int) -> None:
+        begin = self._clock.monotonic_s()
+        self._lane.wait(place)
+        self.wait_s += self._clock.monotonic_s() - begin
+
+    def _begin(self, place: int, target: _Target, item: _Item, fd: int | None) -> None:
+        """Read a piece, unless it lies ready, and let the GPU fetch it."""
+        piece, slot = item.piece, self._slots[place]
+        if piece is None:
+            self._lane.copy_in(place, item.to, item.source, item.length)
+        elif piece.is_zeros:
+            self._lane.fill(place, item.to, 0, item.length)
+        else:
+            begin = self._clock.monotonic_s()
+            to, length = item.to, item.length
+            if fd is None or not _read_raw(item, fd, slot.view):
+                # All of the piece, if this was a part of one.
+                _read(target, piece, slot.view)
+                to, length = target.what.address + piece.offset, piece.length
+            self.read_s += self._clock.monotonic_s() - begin
+            self._lane.copy_in(place, to, slot.address, length)
+
+
+def _read_raw(item: _Item, fd: int, slot: memoryview) -> bool:
+    """Read a raw frame with one call; False if it is not as it should be, for `_read` to tell why.
+
+    It fails, too, where the system wants the length aligned that is read past the page cache.
+    """
+    view = slot if item.length == SLOT_BYTES else slot[: item.length]
+    try:
+        count = os.preadv(fd, [view], item.at)
+    except OSError:
+        return False
+    if count != item.length:
+        return False
+    return not item.checksum or xxh3_128_digest(view) == item.checksum
+
+
+def _plan_target(number: int, what: StreamTarget, hasher: PieceHasher | None) -> _Target:
+    """Decide who checks a file: the GPU all chunks afterwards, or the processor on the way."""
+    chunks = None
+    if hasher is not None and what.file.integrity is Integrity.STRONG:
+        chunks = DeviceChunks.of(what.file.chunks())
+    check = ReadCheck.ALL if chunks is None else ReadCheck.NOTHING
+    return _Target(number, what, check, chunks)
+
+
+def _batches_of(target: _Target, part_bytes: int) -> list[tuple[int, _Batch]]:
+    """What to do for a file, each with where it lies in the store."""
+    what = target.what
+    source, size = what.source, what.file.size_bytes
+    # Strong integrity that the GPU does not check would need the processor to read it all the same.
+    is_checked = target.chunks is not None or what.file.integrity is Integrity.FAST
+    if source is not None and is_checked:
+        found = []
+        for offset in range(0, size, _DIRECT_BYTES):
+            length = min(_DIRECT_BYTES, size - offset)
+            item = _Item(what.address + offset, length, source.address + offset, None)
+            found.append((-1, _Batch(target, [item], None)))
+        return found
+    pieces = what.file.pieces()
+    if target.check is not ReadCheck.NOTHING or not _has_descriptors(what.file, pieces):
+        part_bytes = SLOT_BYTES
+    batches: list[tuple[int, _Batch]] = []
+    last, joined = None, 0
+    for piece in pieces:
+        pack, items = _items_of(target, piece, part_bytes)
+        if last is not None and pack is not None and last.pack == pack and joined < _BATCH_PIECES:
+            last.items.extend(items)
+            joined += 1
+        else:
+            last, joined = _Batch(target, items, pack), 1
+            batches.append((piece.order, last))
+    return batches
+
+
+def _has_descriptors(file: SnapshotFile, pieces: list[FilePiece]) -> bool:
+    """Whether parts of raw frames can be read by themselves."""
+    first = next((piece for piece in pieces if piece.stored is not None), None)
+    fd = None if first is None else file.open_pack(first)
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
+
+
+def _items_of(
+    target: _Target, piece: FilePiece, part_bytes: int
+) -> tuple[PackId | None, list[_Item]]:
+    to, stored = target.what.address + piece.offset, piece.stored
+    by_chunks = target.check is ReadCheck.ALL and target.what.file.integrity is Integrity.STRONG
+    if stored is None or by_chunks:
+        return None, [_Item(to, piece.length, 0, piece)]
+    at = stored.frame.offset
+    if target.check is not ReadCheck.NOTHING:
+        return stored.pack, [_Item(to, piece.length, 0, piece, at, stored.frame.checksum)]
+    parts = [
+        _Item(to + begin, min(part_bytes, piece.length - begin), 0, piece, at + begin)
+        for begin in range(0, piece.length, part_bytes)
+    ]
+    return stored.pack, parts
+
+
+def _read(target: _Target, piece: FilePiece, into: memoryview) -> None:
+    file = target.what.file
+    try:
+        file.read_piece(piece, into, check=target.check)
+    except (FormatError, IntegrityError) as error:
+        with into[: piece.length] as data:
+            where = _named(target.what, piece, data)
+        raise type(error)(f"{where}: {error}", next_step=error.next_step) from error
+
+
+def _named(what: StreamTarget, piece: FilePiece, data: memoryview) -> str:
+    """Say what is wrong with which chunk, as well as can be told from what was read."""
+    try:
+        place = place_of(what.file.chunks(), piece.offset, data)
+    except (FormatError, IntegrityError):
+        return _words(what, ChunkPlace(piece.offset, piece.length, "unknown"))
+    return _words(what, place)
+
+
+def _words(what: StreamTarget, place: ChunkPlace) -> str:
+    return (
+        f"chunk {place.chunk} of {place.length} bytes at offset {place.offset} of "
+        f"{what.file.name}, rank {what.rank}"
+    )
+
+
+def _damage_on_gpu(what: StreamTarget, place: ChunkPlace, gpu: str) -> IntegrityError:
+    """Find out where a chunk was damaged that does not hash to its id on the GPU."""
+    words = _words(what, place)
+    try:
+        # Through the processor, which checks the frame first, and then the chunk.
+        what.file.read_at(place.offset, place.length)
+    except (FormatError, IntegrityError) as error:
+        return DigestMismatch(f"{words}: {error}", next_step=error.next_step)
+    return DigestMismatch(
+        f"{words}: it arrived damaged on {gpu}; in the store it is whole",
+        next_step="restore it again; if that happens more than once, test the GPU and the memory "
+        "of this machine",
+    )

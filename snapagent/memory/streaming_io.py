@@ -1,0 +1,107 @@
+"""Memory of GPUs through the engines of the agent: as fast as the bus, hashed on the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from snapagent.errors import GpuFailed
+from snapagent.gpu.stream import StreamTarget
+from snapagent.memory.device_io import SimpleDeviceIO
+from snapstore.errors import Interrupted
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
+    from snapagent.gpu.driver import Gpu
+    from snapagent.gpu.engine import GpuEngines
+    from snapagent.gpu.registered import CachedBytes
+    from snapagent.memory.buffers import FillBuffers
+    from snapagent.memory.device_io import DeviceIO, FillWork
+    from snapagent.memory.lent import LentRegion
+    from snapstore import FileWriter, SnapshotFile
+
+__all__ = ["StreamingDeviceIO", "make_device_io"]
+
+
+def make_device_io(gpu: Gpu, engines: GpuEngines, buffers: FillBuffers | None = None) -> DeviceIO:
+    """Take over an opened GPU; without what an engine needs, the simplest way still works.
+
+    Args:
+        gpu: Which.
+        engines: Of the agent.
+        buffers: Needed to fill without an engine.
+    """
+    try:
+        return StreamingDeviceIO(gpu, engines)
+    except GpuFailed:
+        # The system does not lock pages, or the GPU has no room for the little that it takes.
+        return SimpleDeviceIO(gpu, buffers)
+
+
+class StreamingDeviceIO:
+    """A `DeviceIO` that uses what the agent keeps of a GPU."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        engines: GpuEngines,
+        cached: Callable[[SnapshotFile], contextlib.AbstractContextManager[CachedBytes]]
+        | None = None,
+    ) -> None:
+        """Take over an opened GPU.
+
+        Args:
+            gpu: Which.
+            engines: Have what it needs, or make it now.
+            cached: Opens a file of a snapshot in the node's cache, if there is one.
+        """
+        self._gpu = gpu
+        self._engines = engines
+        self._engine = engines.of(gpu)
+        self._cached = cached
+
+    def fill(
+        self,
+        work: Sequence[FillWork],
+        *,
+        stop: threading.Event,
+        region_done: Callable[[FillWork], None],
+        progress: Callable[[int], None],
+    ) -> None:
+        """Fill regions; see `DeviceIO`."""
+        with contextlib.ExitStack() as stack:
+            targets = []
+            for one in work:
+                address = stack.enter_context(
+                    self._engine.gpu.mapped(one.region.fd, one.region.length)
+                )
+                source = None
+                if self._cached is not None:
+                    kept = stack.enter_context(self._cached(one.file))
+                    lent = self._engines.registered.lend(kept, self._engine.gpu)
+                    source = stack.enter_context(lent)
+                targets.append(StreamTarget(one.file.entry.rank, one.file, address, source))
+            self._engine.last_fill = self._engine.stream.fill(
+                targets,
+                stop=stop,
+                target_done=lambda number: region_done(work[number]),
+                progress=progress,
+            )
+
+    def store(self, region: LentRegion, file: FileWriter, *, stop: threading.Event) -> None:
+        """Store a region; see `DeviceIO`."""
+        with self._engine.gpu.mapped(region.fd, region.length) as address:
+            try:
+                self._engine.last_capture = self._engine.capture.store(
+                    address, region.length, file, stop=stop
+                )
+            except Interrupted:
+                if not stop.is_set():
+                    raise
+                file.discard()
+
+    def close(self) -> None:
+        """Let go of the GPU; the engine keeps it."""
+        self._gpu.close()

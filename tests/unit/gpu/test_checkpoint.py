@@ -1,0 +1,145 @@
+"""The driver's checkpoint of other processes, on the emulated driver."""
+
+import contextlib
+import itertools
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from snapagent.errors import AgentError, GpuFailed
+from snapagent.gpu.checkpoint import (
+    CheckpointedTree,
+    CudaState,
+    cuda_processes,
+    read_cuda_state,
+    restore_cuda,
+    uses_cuda,
+)
+from snapagent.gpu.driver import Driver
+from tests.support.gpu import emulated_driver, emulated_environment
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+_seeds = itertools.count((os.getpid() << 8) + 64)
+
+
+class Worker:
+    """A process that uses a GPU when it is told to."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.pid = process.pid
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def begin(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def has_answered(self, timeout_s: float) -> bool:
+        return bool(select.select([self.process.stdout], [], [], timeout_s)[0])
+
+
+@contextlib.contextmanager
+def worker(seed: int) -> Iterator[Worker]:
+    variables = emulated_environment(seed=seed, devices=2)
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.support.programs.gpu_worker"],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            one = Worker(process)
+            assert one.hear() == "ready"
+            yield one
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def seed() -> int:
+    return next(_seeds) & 0x7FFFFFFF
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, seed: int) -> Driver:
+    return emulated_driver(monkeypatch, f"libcuda-{seed}", seed=seed, devices=2)
+
+
+def test_calls_wait_until_the_process_has_its_gpus_back(driver: Driver, seed: int) -> None:
+    with worker(seed) as one:
+        assert cuda_processes([one.pid, 1]) == [one.pid]
+        with CheckpointedTree([one.pid]):
+            assert read_cuda_state(driver, one.pid) is CudaState.CHECKPOINTED
+            one.begin()
+            assert not one.has_answered(0.1)
+        assert one.hear() == "done"
+        assert read_cuda_state(driver, one.pid) is CudaState.RUNNING
+
+
+def test_a_process_without_cuda_has_no_state(driver: Driver) -> None:
+    with subprocess.Popen(["/bin/sleep", "100"]) as process:
+        try:
+            assert not uses_cuda(process.pid)
+            assert read_cuda_state(driver, process.pid) is None
+            assert restore_cuda([process.pid], {}) == 0
+        finally:
+            process.kill()
+
+
+def test_what_fails_lets_all_of_them_go_on(driver: Driver, seed: int) -> None:
+    """The second is locked by somebody else already."""
+    with worker(seed) as one, worker(seed) as other:
+        driver.call("cuCheckpointProcessLock", other.pid, None)
+        with (
+            pytest.raises(GpuFailed, match=f"ILLEGAL_STATE.*process {other.pid}"),
+            CheckpointedTree([one.pid, other.pid]),
+        ):
+            pass
+        one.begin()
+        assert one.hear() == "done"
+
+
+def test_one_that_ends_meanwhile_is_left_alone(driver: Driver, seed: int) -> None:
+    with worker(seed) as one, worker(seed) as other:
+        with CheckpointedTree([one.pid, other.pid]):
+            one.process.kill()
+            one.process.wait()
+        other.begin()
+        assert other.hear() == "done"
+
+
+def test_gpus_take_the_place_of_others(
+    driver: Driver, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a process goes on with GPUs of other UUIDs, and with none that are not there.
+
+    Method: checkpoint it with one driver, and restore it with one that has other devices.
+    """
+    with worker(seed) as one:
+        for what in ("Lock", "Checkpoint"):
+            driver.call(f"cuCheckpointProcess{what}", one.pid, None)
+        monkeypatch.undo()
+        there = seed + (1 << 30)
+        other = emulated_driver(monkeypatch, f"libcuda-{there}", seed=there, devices=2)
+        with pytest.raises(GpuFailed, match="INVALID_VALUE"):
+            restore_cuda([one.pid], {})
+        pairs = zip(driver.devices, other.devices, strict=True)
+        devices = {old.uuid: new.uuid for old, new in pairs}
+        assert restore_cuda([one.pid], devices) == 1
+        one.begin()
+        assert one.hear() == "done"
+        with pytest.raises(AgentError, match="says that it is running"):
+            restore_cuda([one.pid], devices)

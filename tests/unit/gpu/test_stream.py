@@ -1,0 +1,299 @@
+"""Files of a snapshot into the memory of an emulated GPU: the same bytes, or an error."""
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pytest
+
+from snapagent.gpu.arena import PinnedArena
+from snapagent.gpu.driver import Driver, Gpu, Lane, memory_at
+from snapagent.gpu.hashing import PieceHasher, device_buffer
+from snapagent.gpu.stream import GpuStream, StreamReport, StreamTarget
+from snapstore import Compression, Integrity, SnapshotFile, Store, StoreOptions
+from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.memory import MemoryBackend
+from snapstore.backend.posix import PosixBackend
+from snapstore.errors import DigestMismatch, MissingPack
+from snapstore.format.config import StoreConfig
+from snapstore.testing.clock import ManualClock
+from snapstore.units import KIB, MIB, align_up
+from tests.support.blake3_host import emulated_kernels
+from tests.support.gpu import counter, emulated_driver
+from tests.support.samples import bf16, random_bytes, text
+
+pytestmark = pytest.mark.slow
+
+CONFIG = StoreConfig(created="2026-11-30T05:00:00Z", store_id="0" * 32)
+_seeds = itertools.count(os.getpid() << 8 | 0x80)
+
+
+def contents() -> dict[str, bytes]:
+    zeros = np.zeros(2 * MIB, np.uint8)
+    weights = [random_bytes(5 * MIB + 5, 1), zeros, bf16(MIB, 3), text(300 * KIB, 2)]
+    return {
+        "memory/0-1.mem": np.concatenate(weights).tobytes(),
+        "memory/0-2.mem": np.concatenate([zeros, weights[0][MIB:], zeros[:70_000]]).tobytes(),
+        "memory/0-3.mem": bytes(MIB + 5),
+        "memory/0-4.mem": b"few",
+        "memory/0-5.mem": b"",
+    }
+
+
+@dataclass
+class Shelf:
+    """A snapshot in a store whose objects can be damaged."""
+
+    backend: Backend
+
+    def files(self, integrity: Integrity) -> list[SnapshotFile]:
+        options = StoreOptions(integrity=integrity, threads=2)
+        snapshot = Store(self.backend, CONFIG, options, ManualClock()).snapshot("a")
+        return [snapshot.open(name) for name in contents()]
+
+
+def shelf_of(compression: Compression, backend: Backend | None = None) -> Shelf:
+    backend = backend or MemoryBackend()
+    options = StoreOptions(compression=compression, threads=2)
+    with Store(backend, CONFIG, options, ManualClock()).begin("a") as writer:
+        for name, data in contents().items():
+            writer.add_file(3, name, data, data_class="tensors")
+        writer.commit()
+    return Shelf(backend)
+
+
+@pytest.fixture(scope="module", params=["memory none", "memory auto", "posix none"])
+def shelf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    place, compression = request.param.split()
+    folder = tmp_path_factory.mktemp("store")
+    backend = MemoryBackend() if place == "memory" else PosixBackend(folder)
+    return shelf_of(Compression(compression), backend)
+
+
+class Bench(NamedTuple):
+    driver: Driver
+    gpu: Gpu
+    arena: PinnedArena
+    hasher: PieceHasher
+    stack: contextlib.ExitStack
+
+    def keep(self, stream: GpuStream) -> GpuStream:
+        """Close it with the rest."""
+        return self.stack.enter_context(stream)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A GPU and what belongs to it."""
+    seed = next(_seeds)
+    driver = emulated_driver(
+        monkeypatch, f"stream-{seed}", devices=1, memory=256 * MIB, seed=seed, delay_us=500
+    )
+    with (
+        driver.open(0) as gpu,
+        PinnedArena(gpu, slots=6) as arena,
+        PieceHasher(gpu, emulated_kernels()) as hasher,
+        contextlib.ExitStack() as stack,
+    ):
+        yield Bench(driver, gpu, arena, hasher, stack)
+
+
+@contextlib.contextmanager
+def memories(gpu: Gpu, files: list[SnapshotFile]) -> Iterator[list[int]]:
+    """Device memory for each file, full of other bytes."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for file in files:
+            found.append(stack.enter_context(device_buffer(gpu, max(file.size_bytes, 1))))
+            gpu.fill(found[-1], 0xEE, align_up(max(file.size_bytes, 1), 4096), 0)
+        gpu.synchronize()
+        yield found
+
+
+def fill(
+    stream: GpuStream, files: list[SnapshotFile], addresses: list[int], sources: Any = None
+) -> tuple[StreamReport, list[int]]:
+    done: list[int] = []
+    targets = [
+        StreamTarget(3, file, address, sources[number] if sources else None)
+        for number, (file, address) in enumerate(zip(files, addresses, strict=True))
+    ]
+    arrived: list[int] = []
+    report = stream.fill(
+        targets, stop=threading.Event(), target_done=done.append, progress=arrived.append
+    )
+    assert sum(arrived) == report.bytes
+    return report, done
+
+
+def read_back(gpu: Gpu, address: int, length: int) -> bytes:
+    data = np.empty(max(length, 1), np.uint8)
+    gpu.copy_out(data.ctypes.data, address, length, 0) if length else None
+    gpu.synchronize()
+    return data[:length].tobytes()
+
+
+@pytest.mark.parametrize("integrity", list(Integrity))
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("part_bytes", [4 * MIB, 768 * KIB])
+def test_it_is_all_there(
+    shelf: Shelf, bench: Bench, integrity: Integrity, part_bytes: int, *, on_gpu: bool
+) -> None:
+    """Goal: every byte of every file, zeros too, whoever checks it; nothing is staged pageably."""
+    files = shelf.files(integrity)
+    hasher = bench.hasher if on_gpu else None
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, hasher, workers=3, part_bytes=part_bytes))
+    with memories(bench.gpu, files) as addresses:
+        report, done = fill(stream, files, addresses)
+        for file, address, data in zip(files, addresses, contents().values(), strict=True):
+            assert read_back(bench.gpu, address, len(data)) == data, file.name
+    assert sorted(done) == list(range(len(files)))
+    total = sum(map(len, contents().values()))
+    assert report.bytes + report.zero_bytes == total
+    assert report.zero_bytes >= 5 * MIB
+    checked_there = on_gpu and integrity is Integrity.STRONG
+    assert report.hashed_bytes == (total if checked_there else 0)
+    assert report.threads == 3
+    assert report.bottleneck in {"read", "copy", "hash"}
+    assert counter(bench.driver, "pageable_bytes_in") == 0
+
+
+class Source(NamedTuple):
+    address: int
+
+
+def test_what_lies_ready_is_fetched_from_there(bench: Bench) -> None:
+    """Goal: with a registered copy, no byte is read from the store, and all of it is checked.
+
+    Method: the packs are gone. A copy that differs in a bit is found out by its hash.
+    """
+    shelf = shelf_of(Compression.AUTO)
+    files = shelf.files(Integrity.STRONG)[:1]
+    data = contents()[files[0].name]
+    files[0].chunks()
+    for info in [*shelf.backend.list(ObjectKind.PACK)]:
+        shelf.backend.delete(ObjectKind.PACK, info.name)
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3))
+    address = bench.gpu.host_alloc(len(data))
+    try:
+        ready = memory_at(address, len(data))
+        ready[:] = data
+        with memories(bench.gpu, files) as places:
+            report, _ = fill(stream, files, places, [Source(address)])
+            assert report.direct_bytes == report.bytes == len(data)
+            assert read_back(bench.gpu, places[0], len(data)) == data
+            ready[3 * MIB] ^= 1
+            with pytest.raises((DigestMismatch, MissingPack)):
+                fill(stream, files, places, [Source(address)])
+    finally:
+        bench.gpu.host_free(address)
+
+
+@pytest.mark.parametrize("integrity", list(Integrity))
+@pytest.mark.parametrize("where", ["memory none", "memory auto", "posix none"])
+def test_a_flipped_bit_in_a_pack_is_named(
+    bench: Bench, integrity: Integrity, where: str, tmp_path: Path
+) -> None:
+    """Proves: I6."""
+    place, compression = where.split()
+    backend = MemoryBackend() if place == "memory" else PosixBackend(tmp_path)
+    shelf = shelf_of(Compression(compression), backend)
+    (info,) = shelf.backend.list(ObjectKind.PACK)
+    data = bytearray(info.size_bytes)
+    shelf.backend.get_range(ObjectKind.PACK, info.name, 0, memoryview(data))
+    data[4 * MIB] ^= 1
+    shelf.backend.delete(ObjectKind.PACK, info.name)
+    shelf.backend.put_new(ObjectKind.PACK, info.name, [data])
+    files = shelf.files(integrity)
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3))
+    with memories(bench.gpu, files) as addresses, pytest.raises(DigestMismatch) as caught:
+        fill(stream, files, addresses)
+    caught.match(
+        r"chunk [0-9a-f]{12} of \d+ bytes at offset \d+ of memory/0-\d.mem, rank 3: frame at"
+    )
+    assert "push the same tree again" in caught.value.next_step
+
+
+class FlippingLane:
+    """A bus that flips a bit of the second piece, after the processor has checked it."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._left = 2
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lane.__exit__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lane, name)
+
+    def copy_in(self, place: int, to: int, host: int, length: int) -> None:
+        self._left -= 1
+        if not self._left:
+            memory_at(host, length)[length // 2] ^= 0x10
+        self._lane.copy_in(place, to, host, length)
+
+
+class FlippingGpu:
+    """A GPU behind it."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gpu, name)
+
+    def lane(self, places: int, *, blocking: bool = False) -> FlippingLane:
+        return FlippingLane(self._gpu.lane(places, blocking=blocking))
+
+
+def test_a_bit_flipped_on_the_way_is_named(shelf: Shelf, bench: Bench) -> None:
+    """Goal: what no check of the store can see is found on the GPU. Proves: I6."""
+    files = shelf.files(Integrity.STRONG)
+    gpu: Any = FlippingGpu(bench.gpu)
+    stream = bench.keep(GpuStream(gpu, bench.arena, bench.hasher, workers=1))
+    with memories(bench.gpu, files) as addresses, pytest.raises(DigestMismatch) as caught:
+        fill(stream, files, addresses)
+    caught.match(r"chunk [0-9a-f]{12} .* at offset \d+ of memory/0-\d.mem, rank 3: it arrived")
+    assert "test the GPU" in caught.value.next_step
+
+
+def test_after_an_error_nothing_is_lent(shelf: Shelf, bench: Bench) -> None:
+    """Goal: a pack that is gone ends all threads, and another fill finds all slots."""
+    files = shelf.files(Integrity.FAST)
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3))
+    broken = shelf_of(Compression.NONE)
+    for info in [*broken.backend.list(ObjectKind.PACK)]:
+        broken.backend.delete(ObjectKind.PACK, info.name)
+    with memories(bench.gpu, files) as addresses:
+        with pytest.raises(MissingPack, match="is gone"):
+            fill(stream, broken.files(Integrity.FAST), addresses)
+        _, done = fill(stream, files, addresses)
+        assert len(done) == len(files)
+    with bench.arena.borrow(bench.arena.slots):
+        pass
+
+
+def test_it_ends_early_when_told(shelf: Shelf, bench: Bench) -> None:
+    files = shelf.files(Integrity.STRONG)
+    stop = threading.Event()
+    done: list[int] = []
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=1))
+    with memories(bench.gpu, files) as addresses:
+        report = stream.fill(
+            [StreamTarget(3, *both) for both in zip(files, addresses, strict=True)],
+            stop=stop,
+            target_done=done.append,
+            progress=lambda _: stop.set(),
+        )
+    assert report.bytes < sum(map(len, contents().values()))
+    assert 0 not in done

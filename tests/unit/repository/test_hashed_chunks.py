@@ -1,0 +1,225 @@
+"""Chunks that were hashed elsewhere: the same snapshot as from bytes, and only new bytes loaded."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+import snapstore
+from snapstore import Compression, HashedChunks, HashedTotals, PushResult, Store, StoreOptions
+from snapstore.errors import DigestMismatch, RefNotFound, UsageError
+from snapstore.units import KIB, MIB
+from tests.support.samples import bf16, random_bytes
+from tests.unit.repository.parts import memory_stores
+
+CHUNK = 256 * KIB
+
+_memory = memory_stores()
+
+
+@pytest.fixture(params=["by windows", "straight into packs"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """A store of either way: with codecs, or with none and threads enough."""
+    options = StoreOptions(threads=2)
+    if request.param != "by windows":
+        options = StoreOptions(threads=4, compression=Compression.NONE)
+    with snapstore.init_store(next(_memory), options) as opened:
+        yield opened
+
+
+def content(seed: int = 1) -> np.ndarray:
+    zeros = np.zeros(3 * MIB, np.uint8)
+    noise = random_bytes(16 * MIB, seed)
+    return np.concatenate([noise, zeros, bf16(2 * MIB, seed), noise[: 4 * MIB], zeros, noise[:777]])
+
+
+def hashed(data: np.ndarray) -> HashedChunks:
+    """What a GPU says of its memory, cut on the grid of the class `device`."""
+    places = [(at, min(at + CHUNK, len(data))) for at in range(0, len(data), CHUNK)]
+    return HashedChunks(
+        lengths=np.array([end - begin for begin, end in places], np.int64),
+        ids=np.frombuffer(
+            b"".join(blake3(data[begin:end].data).digest() for begin, end in places), np.uint8
+        ).reshape(-1, 32),
+        zeros=np.array([not data[begin:end].any() for begin, end in places], np.bool_),
+    )
+
+
+class Loader:
+    """Gives bytes, and knows how many it gave."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+        self.loaded: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, offset: int, length: int, into: memoryview) -> None:
+        assert into.nbytes == length
+        into[:] = self.data[offset : offset + length].data
+        with self._lock:
+            self.loaded.append((offset, length))
+
+    @property
+    def bytes(self) -> int:
+        return sum(length for _, length in self.loaded)
+
+
+def capture(store: Store, name: str, data: np.ndarray) -> tuple[PushResult, HashedTotals, Loader]:
+    loader = Loader(data)
+    with store.begin(name) as writer:
+        with writer.open_file(0, "memory/0-1.mem", data_class="device") as file:
+            totals = file.write_hashed(hashed(data), loader)
+            assert file.size_bytes == len(data)
+        result = writer.commit()
+    return result, totals, loader
+
+
+def capture_with(
+    store: Store, chunks: HashedChunks, load: Callable[[int, int, memoryview], None]
+) -> None:
+    with store.begin("a") as writer:
+        with writer.open_file(0, "x.mem", data_class="device") as file:
+            file.write_hashed(chunks, load)
+        writer.commit()
+
+
+def push_bytes(store: Store, name: str, data: np.ndarray) -> PushResult:
+    with store.begin(name) as writer:
+        writer.add_file(0, "memory/0-1.mem", data.tobytes(), data_class="device")
+        return writer.commit()
+
+
+def read(store: Store, name: str) -> bytes:
+    return store.snapshot(name).open("memory/0-1.mem").readall()
+
+
+@pytest.mark.slow
+def test_it_is_what_its_bytes_make(store: Store) -> None:
+    """Goal: the same chunks, whoever hashes them, and each loaded once.
+
+    Proves: I5.
+    """
+    data = content()
+    result, totals, loader = capture(store, "a", data)
+    assert read(store, "a") == data.tobytes()
+    assert totals.bytes == len(data)
+    assert totals.loaded_bytes == loader.bytes == 20 * MIB + 777
+    assert result.ingest.new_bytes == 20 * MIB + 777
+    assert result.ingest.zero_bytes == 6 * MIB
+    again = push_bytes(store, "b", data)
+    assert again.ingest.new_bytes == 0
+    with snapstore.init_store(next(_memory), StoreOptions(threads=2)) as other:
+        push_bytes(other, "a", data)
+        assert chunk_rows(store, "a").tolist() == chunk_rows(other, "a").tolist()
+
+
+def chunk_rows(store: Store, name: str) -> np.ndarray:
+    chunks = store.snapshot(name).open("memory/0-1.mem").chunks()
+    return np.column_stack((chunks.offsets, chunks.lengths, chunks.ids))
+
+
+@pytest.mark.slow
+def test_what_the_store_has_is_not_loaded(store: Store) -> None:
+    """Goal: of a second capture only what changed is loaded, whoever stored the rest."""
+    data = content()
+    push_bytes(store, "a", data)
+    changed = data.copy()
+    for at in (0, 5 * MIB + 3, 5 * MIB + CHUNK, 17 * MIB):
+        changed[at] ^= 1
+    _, totals, loader = capture(store, "b", changed)
+    assert totals.loaded_bytes == loader.bytes == 4 * CHUNK
+    assert read(store, "b") == changed.tobytes()
+    _, totals, loader = capture(store, "c", changed)
+    assert (totals.loaded_bytes, loader.loaded) == (0, [])
+    assert read(store, "c") == changed.tobytes()
+
+
+@pytest.mark.slow
+def test_two_files_side_by_side(store: Store) -> None:
+    """Goal: what both have is stored once, or twice where both began at once, and reads right."""
+    data = content(3)
+    chunks = hashed(data)
+    with store.begin("a") as writer:
+
+        def work(name: str) -> None:
+            with writer.open_file(0, name, data_class="device") as file:
+                file.write_hashed(chunks, Loader(data))
+
+        threads = [threading.Thread(target=work, args=(f"{number}.mem",)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        result = writer.commit()
+    assert result.ingest.new_bytes == 20 * MIB + 777
+    for number in range(3):
+        assert store.snapshot("a").open(f"{number}.mem").readall() == data.tobytes()
+
+
+@pytest.mark.slow
+def test_memory_that_changed_is_not_stored(store: Store) -> None:
+    """Goal: bytes that are not what was hashed never get that name. Proves: I7."""
+    data = content()
+    chunks = hashed(data)
+    data[7 * MIB] ^= 1
+    with pytest.raises(DigestMismatch, match="hashed as"):
+        capture_with(store, chunks, Loader(data))
+    with pytest.raises(RefNotFound):
+        store.snapshot("a")
+
+
+@pytest.mark.slow
+def test_what_loading_raises_ends_the_capture(store: Store) -> None:
+    running = threading.Semaphore(0)
+
+    def load(offset: int, _length: int, _into: memoryview) -> None:
+        running.release()
+        raise KeyError(offset)
+
+    with pytest.raises(KeyError):
+        capture_with(store, hashed(content()), load)
+    assert running.acquire(blocking=False)
+
+
+def no_load(*_: object) -> None:
+    raise AssertionError("nothing is to be loaded")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda chunks: HashedChunks(chunks.lengths * 8, chunks.ids, chunks.zeros),
+        lambda chunks: HashedChunks(chunks.lengths * 0, chunks.ids, chunks.zeros),
+        lambda chunks: HashedChunks(chunks.lengths, chunks.ids[:-1], chunks.zeros),
+        lambda chunks: HashedChunks(chunks.lengths, chunks.ids, chunks.zeros[1:]),
+    ],
+    ids=["long", "empty", "ids", "zeros"],
+)
+def test_what_cannot_be_chunks(store: Store, spoil: Callable[[HashedChunks], HashedChunks]) -> None:
+    chunks = spoil(hashed(np.ones(MIB, np.uint8)))
+    with store.begin("a") as writer, pytest.raises(UsageError):
+        writer.open_file(0, "x").write_hashed(chunks, no_load)
+
+
+def test_a_file_is_bytes_or_chunks(store: Store) -> None:
+    zeros = hashed(np.zeros(MIB, np.uint8))
+    with store.begin("a") as writer:
+        file = writer.open_file(0, "x")
+        file.write(b"1")
+        with pytest.raises(UsageError, match="other bytes"):
+            file.write_hashed(zeros, no_load)
+        other = writer.open_file(0, "y")
+        other.write_hashed(zeros, no_load)
+        with pytest.raises(UsageError, match="as chunks"):
+            other.write(b"1")
+
+
+@pytest.mark.slow
+def test_only_zeros(store: Store) -> None:
+    data = np.zeros(5 * MIB + 9, np.uint8)
+    result, totals, loader = capture(store, "a", data)
+    assert (totals.loaded_bytes, loader.loaded) == (0, [])
+    assert result.ingest.zero_bytes == len(data)
+    assert read(store, "a") == data.tobytes()
