@@ -142,7 +142,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         gid: Of which group, the user's own or one of the others that it is in.
         may: What.
         names: Globs of `NAME:TAG`; one without a colon is for every tag. `*` crosses slashes.
-        stores: Globs of URLs, for other stores than that of the configuration.
+        stores: Globs of URLs, for other stores than that of the configuration. Parameters, from `?`
+            on, have to fit those of the glob.
         any_process: Whether processes of other users may be captured, or their namespaces entered.
     """
 
@@ -186,7 +187,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         int, msgspec.Meta(ge=1, le=64, description="Stores that are kept open at most")
     ] = 8
     socket: Annotated[
-        str, msgspec.Meta(description="The control socket; empty: `agent.sock` in `run_directory`")
+        str,
+        msgspec.Meta(
+            pattern="^(/|$)",
+            description="The control socket; empty: `agent.sock` in `run_directory`",
+        ),
     ] = ""
     socket_group: Annotated[
         str, msgspec.Meta(description="Group that may connect, by name or number; empty: root's")
@@ -249,13 +254,22 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 parse_bytes(value)
             except SnapError as error:
                 raise ValueError(f"{error} - at `$.{key}`") from error
-        if len(os.fsencode(self.socket_path)) > _SOCKET_PATH_BYTES_MAX:
-            raise ValueError("too long a path for a socket - at `$.socket`")
-        if len(os.fsencode(f"{self.broker_path}{_HELD_SUFFIX}")) > _SOCKET_PATH_BYTES_MAX:
-            raise ValueError("too long a path for a socket - at `$.broker_socket`")
+        self._check_paths()
         for number, rule in enumerate(self.rules):
             if rule.uid is None and rule.gid is None:
                 raise ValueError(f"neither uid nor gid is given - at `$.rules[{number}]`")
+
+    def _check_paths(self) -> None:
+        for key in ("criu", "run_directory", "state_directory", "store", "socket", "broker_socket"):
+            if "\0" in getattr(self, key):
+                raise ValueError(f"a NUL is in it - at `$.{key}`")
+        held = Path(f"{self.broker_path}{_HELD_SUFFIX}")
+        if len(os.fsencode(self.socket_path)) > _SOCKET_PATH_BYTES_MAX:
+            raise ValueError("too long a path for a socket - at `$.socket`")
+        if len(os.fsencode(held)) > _SOCKET_PATH_BYTES_MAX:
+            raise ValueError("too long a path for a socket - at `$.broker_socket`")
+        if self.broker and self.socket_path in {self.broker_path, held}:
+            raise ValueError("the memory broker's socket is there - at `$.socket`")
 
     @property
     def socket_path(self) -> Path:
