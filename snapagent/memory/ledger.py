@@ -172,7 +172,6 @@ class Ledger:
             Refused: It may not.
         """
         limits = self.limits
-        length = region.length
         _check_place(session, region)
         if len(session.regions) >= limits.regions_per_session:
             raise Refused("limit", f"a process can have {limits.regions_per_session} regions")
