@@ -50,6 +50,7 @@ CONFIG_PATH: Final = Path("/etc/snapagent.toml")
 CONFIG_BYTES_MAX: Final = 1 << 20
 
 _CHECKOUT_CRIU = Path(__file__).parent.parent / "tools" / "criu" / "criu"
+_BROKER_SIZES = ("broker_bytes", "broker_process_bytes", "broker_gpu_bytes")
 _SOCKET_PATH_BYTES_MAX = 107
 """`sun_path`, less its NUL."""
 _SOCKET_NAME = "agent.sock"
@@ -141,7 +142,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         gid: Of which group, the user's own or one of the others that it is in.
         may: What.
         names: Globs of `NAME:TAG`; one without a colon is for every tag. `*` crosses slashes.
-        stores: Globs of URLs, for other stores than that of the configuration.
+        stores: Globs of URLs, for other stores than that of the configuration. Parameters, from `?`
+            on, have to fit those of the glob.
         any_process: Whether processes of other users may be captured, or their namespaces entered.
     """
 
@@ -185,7 +187,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         int, msgspec.Meta(ge=1, le=64, description="Stores that are kept open at most")
     ] = 8
     socket: Annotated[
-        str, msgspec.Meta(description="The control socket; empty: `agent.sock` in `run_directory`")
+        str,
+        msgspec.Meta(
+            pattern="^(/|$)",
+            description="The control socket; empty: `agent.sock` in `run_directory`",
+        ),
     ] = ""
     socket_group: Annotated[
         str, msgspec.Meta(description="Group that may connect, by name or number; empty: root's")
@@ -222,6 +228,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     broker_process_bytes: Annotated[
         str, msgspec.Meta(description="What one process has; empty: the machine's memory")
     ] = ""
+    broker_gpu_bytes: Annotated[
+        str, msgspec.Meta(description="What all have together on any one GPU; empty: all of it")
+    ] = ""
     broker_processes: Annotated[
         int,
         msgspec.Meta(
@@ -237,7 +246,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = ()
 
     def __post_init__(self) -> None:
-        for key in ("memory", "cache", "broker_bytes", "broker_process_bytes"):
+        for key in ("memory", "cache", *_BROKER_SIZES):
             value = getattr(self, key)
             if not value and key.startswith("broker"):
                 continue
@@ -245,13 +254,22 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 parse_bytes(value)
             except SnapError as error:
                 raise ValueError(f"{error} - at `$.{key}`") from error
-        if len(os.fsencode(self.socket_path)) > _SOCKET_PATH_BYTES_MAX:
-            raise ValueError("too long a path for a socket - at `$.socket`")
-        if len(os.fsencode(f"{self.broker_path}{_HELD_SUFFIX}")) > _SOCKET_PATH_BYTES_MAX:
-            raise ValueError("too long a path for a socket - at `$.broker_socket`")
+        self._check_paths()
         for number, rule in enumerate(self.rules):
             if rule.uid is None and rule.gid is None:
                 raise ValueError(f"neither uid nor gid is given - at `$.rules[{number}]`")
+
+    def _check_paths(self) -> None:
+        for key in ("criu", "run_directory", "state_directory", "store", "socket", "broker_socket"):
+            if "\0" in getattr(self, key):
+                raise ValueError(f"a NUL is in it - at `$.{key}`")
+        held = Path(f"{self.broker_path}{_HELD_SUFFIX}")
+        if len(os.fsencode(self.socket_path)) > _SOCKET_PATH_BYTES_MAX:
+            raise ValueError("too long a path for a socket - at `$.socket`")
+        if len(os.fsencode(held)) > _SOCKET_PATH_BYTES_MAX:
+            raise ValueError("too long a path for a socket - at `$.broker_socket`")
+        if self.broker and self.socket_path in {self.broker_path, held}:
+            raise ValueError("the memory broker's socket is there - at `$.socket`")
 
     @property
     def socket_path(self) -> Path:

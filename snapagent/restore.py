@@ -534,8 +534,9 @@ class Restoration:
             WorkloadLost: It was ended before.
             Interrupted: It was cancelled before.
         """
-        self._control.enter("releasing")
+        # In this order, for there is no way from `releasing` to being cancelled.
         self._control.settle()
+        self._control.enter("releasing")
         if self._admissions is not None:
             self._admissions.hand_over([process.pid for process in self._supervisor.processes()])
         self._supervisor.release()

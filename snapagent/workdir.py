@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
+import stat
 from typing import TYPE_CHECKING
 
 from snapagent.errors import AgentError, CaptureRunning
@@ -21,12 +23,16 @@ if TYPE_CHECKING:
 
     from snapagent.config import AgentConfig
 
-__all__ = ["WorkDirectory", "remove_abandoned", "work_directory"]
+__all__ = ["WorkDirectory", "make_run_directory", "remove_abandoned", "work_directory"]
 
 _NAME_BYTES = 4
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SOCKET_PATH_BYTES_MAX = 107
 """`sun_path`, less its NUL."""
 _LONGEST_SOCKET = "streamer-capture.sock"
+_OURS = re.compile(r"(?:capture-[0-9]{1,10}|restore-[0-9a-f]{8})")
+"""Names of work directories. Whatever else lies beside them is somebody's: the run directory may be
+one that others use as well."""
 
 
 class WorkDirectory:
@@ -65,7 +71,7 @@ def work_directory(
             f"{parent} is too long a path for sockets", next_step="set SNAPAGENT_RUN_DIR"
         )
     try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_run_directory(parent)
         with _locked(parent):
             _remove_abandoned(parent)
             path.mkdir(mode=0o700)
@@ -86,6 +92,24 @@ def work_directory(
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+def make_run_directory(path: Path, mode: int = 0o700) -> None:
+    """Make the run directory if there is none.
+
+    Raises:
+        AgentError: It is such that another user could put a script there for CRIU to run, or a
+            socket for others to trust.
+        OSError: It cannot be made.
+    """
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    found = path.stat()
+    is_shared = found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX
+    if is_shared or found.st_uid not in {0, os.geteuid()}:
+        raise AgentError(
+            f"other users may change what is in {path}",
+            next_step=f"chown {os.geteuid()} and chmod go-w it, or set another run_directory",
+        )
 
 
 @contextlib.contextmanager
@@ -114,6 +138,8 @@ def remove_abandoned(config: AgentConfig) -> tuple[list[str], list[str]]:
 def _remove_abandoned(parent: Path) -> tuple[list[str], list[str]]:
     removed, busy = [], []
     for path in parent.iterdir():
+        if _OURS.fullmatch(path.name) is None:
+            continue
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -45,9 +45,11 @@ def run_command(
 
         settings = load_settings(config)
         if check:
+            from snapagent.server.listener import group_id
             from snapagent.server.stores import options_of
 
             options_of(settings)
+            group_id(settings.socket_group)
             document = msgspec.to_builtins(settings)
             shown = {key: msgspec.json.encode(value).decode() for key, value in document.items()}
             console.result(document, "\n".join(f"{key} = {shown[key]}" for key in shown))

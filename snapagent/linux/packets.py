@@ -116,7 +116,10 @@ class Channel:
         fds = tuple(fd for level, kind, raw in ancillary for fd in _rights(level, kind, raw))
         try:
             _check_whole(flags)
-            return _parse(data, fds) if data else None
+            if not data and not fds:
+                return None
+            # One without a byte looks like the end, but for what came with it.
+            return _parse(data, fds)
         except BadPacketError:
             for fd in fds:
                 os.close(fd)

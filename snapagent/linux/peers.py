@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from snapagent.linux import processes
 
 __all__ = [
+    "NO_DESCRIPTORS",
     "Credentials",
     "Peer",
     "Process",
@@ -19,6 +21,9 @@ __all__ = [
     "open_process",
     "peer_of",
 ]
+
+NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""What the kernel says when there are too many open files."""
 
 _SO_PEERGROUPS = 59
 _SO_PEERPIDFD = 77
@@ -83,10 +88,16 @@ def peer_of(connected: socket.socket) -> Peer | None:
 
 
 def open_process(pid: int) -> tuple[Process, int] | None:
-    """Return what a process is, and a pidfd that the caller owns; none if it has ended."""
+    """Return what a process is, and a pidfd that the caller owns; none if it has ended.
+
+    Raises:
+        OSError: There are too many open files.
+    """
     try:
         pidfd = os.pidfd_open(pid)
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_DESCRIPTORS:
+            raise
         return None
     state = processes.read_state(pid)
     if state is None or state.ended:

@@ -128,6 +128,8 @@ class MemoryBroker:
             self._epoll = stack.enter_context(select.epoll())
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             stack.callback(os.close, self._wake)
+            self._spare = os.dup(self._wake)
+            stack.callback(self._close_spare)
             self._epoll.register(self._listener, select.EPOLLIN)
             self._epoll.register(self._wake, select.EPOLLIN)
             found = take_over(self.path)
@@ -354,7 +356,13 @@ class MemoryBroker:
     def _hand_over(self, session: Session, pids: Collection[int]) -> None:
         with self._lock:
             if session.state in {State.FILLING, State.FILLED}:
-                self._watch_all(session, pids)
+                try:
+                    self._watch_all(session, pids)
+                except OSError as error:
+                    raise AgentError(
+                        f"the restored processes cannot be watched: {error.strerror}",
+                        next_step="raise the agent's limit on open files",
+                    ) from error
                 if not session.owners:
                     self._drop(session)
                     return
@@ -375,19 +383,28 @@ class MemoryBroker:
     def _watch_all(
         self, session: Session, pids: Iterable[int], only: Collection[Process] | None = None
     ) -> None:
-        old = dict(session.owners)
-        session.owners.clear()
-        for pid in pids:
-            opened = peers.open_process(pid)
-            if opened is None:
-                continue
-            process, pidfd = opened
-            if only is not None and process not in only:
-                os.close(pidfd)
-                continue
-            session.owners[process] = pidfd
-            self._pidfds[pidfd] = process
-            self._epoll.register(pidfd, select.EPOLLIN)
+        """Make these the owners, as far as they live.
+
+        Raises:
+            OSError: There are too many open files; nothing has changed.
+        """
+        found: dict[Process, int] = {}
+        with contextlib.ExitStack() as stack:
+            for pid in pids:
+                opened = peers.open_process(pid)
+                if opened is None:
+                    continue
+                process, pidfd = opened
+                if process in found or (only is not None and process not in only):
+                    os.close(pidfd)
+                    continue
+                found[process] = pidfd
+                self._pidfds[pidfd] = process
+                stack.callback(self._forget, pidfd)
+                self._epoll.register(pidfd, select.EPOLLIN)
+            stack.pop_all()
+        # Only now: had it failed, those before would still be watched.
+        old, session.owners = session.owners, found
         for pidfd in old.values():
             self._forget(pidfd)
 
@@ -481,8 +498,10 @@ class MemoryBroker:
     def _accept(self) -> None:
         try:
             connected, _ = self._listener.accept()
-        except OSError:
-            return  # It has gone again, or there is no descriptor for it.
+        except OSError as error:
+            if error.errno in peers.NO_DESCRIPTORS:
+                self._turn_away()
+            return  # Else it has gone again.
         peer = peers.peer_of(connected)
         if peer is None:
             connected.close()
@@ -499,6 +518,20 @@ class MemoryBroker:
         visitor = Visitor(peers.Process(peer.pid, state.started_ticks), peer.uid)
         self._connections[connected.fileno()] = (Channel(connected), visitor)
         self._epoll.register(connected.fileno(), _EVENTS)
+
+    def _turn_away(self) -> None:
+        """Without a descriptor for who waits, hang up: else `poll` would tell of it for ever."""
+        self._close_spare()
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        # What was just closed is free, unless another thread was faster.
+        with contextlib.suppress(OSError):
+            self._spare = os.dup(self._wake)
+
+    def _close_spare(self) -> None:
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
     def _has_room(self, uid: int) -> bool:
         limits = self._ledger.limits

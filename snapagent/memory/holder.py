@@ -81,9 +81,11 @@ class Holder:
             held = self._sessions.setdefault(packet.number("key"), _Held())
             held.packets.append(packet)
             for pid in packet.numbers("pids"):
-                opened = peers.open_process(pid)
-                if opened is not None:
-                    held.pidfds.append(opened[1])
+                # One that it cannot watch, it only holds for longer.
+                with contextlib.suppress(OSError):
+                    opened = peers.open_process(pid)
+                    if opened is not None:
+                        held.pidfds.append(opened[1])
         elif packet.kind == "sure":
             # Messages come in order, so that everything before this one is here.
             self._broker.send("held", {"key": packet.number("key")})

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["BrokerLimits", "Ledger", "Refused", "Region", "Session", "State", "session_id"]
 
 _ADDRESS_MAX = 1 << 57
+_NUMBER_MAX = (1 << 32) - 1
+"""Of a region. Many of them at a time go to the holder and into snapshots, so they are short."""
 
 
 def machine_bytes() -> int:
@@ -170,16 +172,7 @@ class Ledger:
             Refused: It may not.
         """
         limits = self.limits
-        length, number = region.length, region.number
-        if number in session.regions:
-            raise Refused("wrong", f"there is a region {number} already")
-        if length <= 0 or (length | region.address) % PAGE_BYTES or region.address <= 0:
-            raise Refused("wrong", f"{length} bytes at {region.address:#x} are no pages")
-        if region.address + length > _ADDRESS_MAX:
-            raise Refused("wrong", f"there is no address {region.address:#x}")
-        for one in session.regions.values():
-            if one.address < region.address + length and region.address < one.address + one.length:
-                raise Refused("wrong", f"region {one.number} is at {region.address:#x} already")
+        _check_place(session, region)
         if len(session.regions) >= limits.regions_per_session:
             raise Refused("limit", f"a process can have {limits.regions_per_session} regions")
         if self._regions >= limits.regions:
@@ -225,6 +218,22 @@ class Ledger:
         session.state = State.DROPPED
         self.sessions.discard(session)
         return fds
+
+
+def _check_place(session: Session, region: Region) -> None:
+    """Raise `Refused` if there can be no such region, or not beside the others."""
+    length, number = region.length, region.number
+    if not 0 <= number <= _NUMBER_MAX:
+        raise Refused("wrong", f"a region has a number up to {_NUMBER_MAX}")
+    if number in session.regions:
+        raise Refused("wrong", f"there is a region {number} already")
+    if length <= 0 or (length | region.address) % PAGE_BYTES or region.address <= 0:
+        raise Refused("wrong", f"{length} bytes at {region.address:#x} are no pages")
+    if region.address + length > _ADDRESS_MAX:
+        raise Refused("wrong", f"there is no address {region.address:#x}")
+    for one in session.regions.values():
+        if one.address < region.address + length and region.address < one.address + one.length:
+            raise Refused("wrong", f"region {one.number} is at {region.address:#x} already")
 
 
 def session_id(token: str) -> str:

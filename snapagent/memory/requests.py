@@ -158,9 +158,12 @@ class Requests:
     def _begin(self, visitor: Visitor, token: str, packet: Packet) -> Session:
         session = Session(session_id(token), _rank(packet), visitor.uid, State.SHARED, {})
         self._ledger.add(session)
-        self._hooks.watch(session, visitor.process)
+        try:
+            self._hooks.watch(session, visitor.process)
+        finally:
+            if not session.owners:
+                self._hooks.drop(session)
         if not session.owners:
-            self._hooks.drop(session)
             raise BadPacketError("it has ended")
         return session
 

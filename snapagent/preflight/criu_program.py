@@ -165,6 +165,9 @@ def _write_cache(cache: Path, key: tuple[object, ...], facts: CriuFacts) -> None
         return
     with contextlib.suppress(OSError):
         descriptor, name = tempfile.mkstemp(dir=cache.parent, prefix=cache.name)
-        with open(descriptor, "w", encoding="ascii") as file:  # noqa: PTH123 - it has no path yet
-            json.dump({"key": key, **dataclasses.asdict(facts)}, file)
-        Path(name).replace(cache)
+        try:
+            with open(descriptor, "w", encoding="ascii") as file:  # noqa: PTH123 - a descriptor
+                json.dump({"key": key, **dataclasses.asdict(facts)}, file)
+            Path(name).replace(cache)
+        except OSError:
+            Path(name).unlink(missing_ok=True)

@@ -106,7 +106,8 @@ def _endpoint(
     serve = getattr(handlers, route.name)
 
     async def endpoint(request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None, "a request has a connection"
+        if request.transport is None:
+            raise UsageError("the connection has ended", next_step="wait for the answer")
         arguments: list[Any] = [peer_of(request.transport.get_extra_info("socket"))]
         if "{id}" in route.path:
             arguments.append(_job_id(request))
@@ -174,7 +175,11 @@ def _query(request: web.Request, route: Route) -> msgspec.Struct:
 async def _body(request: web.Request, kind: type[msgspec.Struct]) -> msgspec.Struct:
     if request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType
-    data = await request.read()
+    try:
+        data = await request.read()
+    except ConnectionError as error:
+        # Nobody hears that any more; but it is no failure of ours, for the log.
+        raise UsageError("the body was cut off", next_step="send all of it") from error
     try:
         # To JSON Schema 9.0 is an integer like 9.
         return msgspec.convert(_with_integers(msgspec.json.decode(data)), kind)

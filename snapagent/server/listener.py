@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from snapagent.errors import AgentError, AlreadyRunning, ConfigInvalid
 from snapagent.server.policy import peer_of
+from snapagent.workdir import make_run_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
 
     from aiohttp import web
 
-__all__ = ["CONNECTIONS_MAX", "Acceptor", "daemon_lock", "listening"]
+__all__ = [
+    "CONNECTIONS_MAX",
+    "Acceptor",
+    "daemon_lock",
+    "group_id",
+    "listening",
+    "open_run_directory",
+]
 
 CONNECTIONS_MAX: Final = 512
 CONNECTIONS_OF_ONE_MAX: Final = 64
@@ -32,9 +40,11 @@ CONNECTIONS_OF_ONE_MAX: Final = 64
 _BACKLOG = 128
 _SOCKET_MODE = 0o660
 _RUN_MODE = 0o711
-_PASS_MODE = 0o111
 """Others may pass through to the socket, and see nothing."""
+_ALONE_MODE = 0o700
 _ACCEPT_PAUSE_S = 0.1
+_GROUP_MAX = (1 << 32) - 2
+"""The one above it means none to the kernel."""
 
 
 @contextlib.contextmanager
@@ -67,6 +77,24 @@ def daemon_lock(state_directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def open_run_directory(path: Path) -> None:
+    """Make the run directory, and let others pass through it to the sockets that are in it.
+
+    Raises:
+        AgentError: It cannot be used, or others may change what is in it.
+    """
+    try:
+        make_run_directory(path, _RUN_MODE)
+        # Commands without a daemon make it for root alone. Another one, which has other uses as
+        # well, is left as it is, and so is the directory of a socket that is elsewhere.
+        if stat.S_IMODE(path.stat().st_mode) == _ALONE_MODE:
+            path.chmod(_RUN_MODE)
+    except OSError as error:
+        raise AgentError(
+            f"cannot use {path}: {error.strerror}", next_step="run as root, or set run_directory"
+        ) from error
+
+
 @contextlib.contextmanager
 def listening(path: Path, group: str) -> Iterator[tuple[socket.socket, bool]]:
     """Listen at a path while the block runs; tells whether a dead daemon's socket was there.
@@ -76,11 +104,9 @@ def listening(path: Path, group: str) -> Iterator[tuple[socket.socket, bool]]:
         AgentError: It cannot be made there.
         ConfigInvalid: There is no such group.
     """
-    gid = _group(group)
+    gid = group_id(group)
     try:
         path.parent.mkdir(mode=_RUN_MODE, parents=True, exist_ok=True)
-        # Commands without a daemon make it for root alone.
-        path.parent.chmod(path.parent.stat().st_mode | _PASS_MODE)
         was_stale = _remove_stale(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     except OSError as error:
@@ -100,17 +126,23 @@ def listening(path: Path, group: str) -> Iterator[tuple[socket.socket, bool]]:
             path.unlink(missing_ok=True)
 
 
-def _group(group: str) -> int:
+def group_id(group: str) -> int:
+    """Return the group of the socket; this process's own if none is named.
+
+    Raises:
+        ConfigInvalid: There is no such group.
+    """
     if not group:
         return os.getegid()
-    if group.isdecimal():
-        return int(group)
-    try:
-        return grp.getgrnam(group).gr_gid
-    except KeyError as error:
+    number: int | None = None
+    with contextlib.suppress(KeyError, ValueError):
+        # It need not have a name.
+        number = int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+    if number is None or number > _GROUP_MAX:
         raise ConfigInvalid(
             f"there is no group {group!r}", next_step="make it, or change socket_group"
-        ) from error
+        )
+    return number
 
 
 def _remove_stale(path: Path) -> bool:

@@ -34,6 +34,7 @@ def make_broker(settings: Settings, policy: Policy) -> MemoryBroker | None:
         regions=settings.broker_regions,
         session_bytes=_bytes(settings.broker_process_bytes, machine.session_bytes),
         total_bytes=_bytes(settings.broker_bytes, machine.total_bytes),
+        gpu_bytes=_bytes(settings.broker_gpu_bytes, machine.gpu_bytes),
     )
 
     def may_use(uid: int, gids: frozenset[int]) -> bool:

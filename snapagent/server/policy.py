@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import os
+import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -94,7 +95,7 @@ class Policy:
 
     def _fits_store(self, rule: Rule, store: str) -> bool:
         is_default = store == self._default_store
-        return is_default or any(fnmatch.fnmatchcase(store, glob) for glob in rule.stores)
+        return is_default or any(_fits_url(glob, store) for glob in rule.stores)
 
     def may_keep_memory(self, peer: Peer) -> bool:
         """Tell whether the peer may have external memory: whoever may capture anything."""
@@ -200,6 +201,22 @@ def _fits_name(rule: Rule, text: str) -> bool:
         return "*" in rule.names
     name = full.partition(":")[0]
     return any(fnmatch.fnmatchcase(full if ":" in glob else name, glob) for glob in rule.names)
+
+
+def _fits_url(glob: str, url: str) -> bool:
+    """Tell whether a glob allows a store, and nothing but that lies behind its URL.
+
+    Parameters choose servers, credentials and files of the agent: `*` does not reach into them.
+    """
+    place, mark, parameters = url.partition("?")
+    glob_place, glob_mark, glob_parameters = glob.partition("?")
+    if not {".", ".."}.isdisjoint(urllib.parse.unquote(place).split("/")):
+        return False  # It leads elsewhere than it looks.
+    return (
+        mark == glob_mark
+        and fnmatch.fnmatchcase(place, glob_place)
+        and fnmatch.fnmatchcase(parameters, glob_parameters)
+    )
 
 
 def _is_own(peer: Peer, pid: int) -> bool:

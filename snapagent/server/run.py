@@ -20,7 +20,7 @@ from snapagent.server.handlers import Handlers
 from snapagent.server.jobs import JobTable
 from snapagent.server.journal import Journal
 from snapagent.server.leftovers import clean_up
-from snapagent.server.listener import Acceptor, daemon_lock, listening
+from snapagent.server.listener import Acceptor, daemon_lock, listening, open_run_directory
 from snapagent.server.memory import make_broker
 from snapagent.server.metrics import Metrics
 from snapagent.server.policy import Policy
@@ -70,6 +70,7 @@ def run_daemon(
     config = settings.agent
     # Each piece of external memory is one, here and on its way to a holder.
     processes.allow_many_files()
+    open_run_directory(config.run_directory)
     with (
         daemon_lock(config.state_directory),
         listening(settings.socket_path, settings.socket_group) as (listener, was_stale),

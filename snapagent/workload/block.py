@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+import operator
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
 
 from snapagent.workload.mappings import array_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    Shape = SupportsIndex | Sequence[SupportsIndex]
 
 __all__ = ["Block", "Home"]
 
@@ -36,7 +39,8 @@ class Block:
     def __init__(self, home: Home, address: int, size_bytes: int) -> None:
         """Only `HostMemory.allocate` makes one."""
         self._home = home
-        self._is_free = False
+        # Whoever takes it out frees the block: only one of several threads can.
+        self._to_free = [address]
         self.address = address
         self.size_bytes = size_bytes
 
@@ -49,7 +53,7 @@ class Block:
                 either: that is SIGSEGV.
             ValueError: It was freed.
         """
-        if self._is_free:
+        if not self._to_free:
             raise ValueError(f"the block at {self.address:#x} was freed")
         self._home.check_mapped()
         memory = array_at(self.address, self.size_bytes)
@@ -57,7 +61,7 @@ class Block:
         memory.block = self  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")
 
-    def numpy(self, dtype: Any, shape: int | Sequence[int], *, offset: int = 0) -> Any:  # noqa: ANN401 - numpy is not needed
+    def numpy(self, dtype: Any, shape: Shape, *, offset: int = 0) -> Any:  # noqa: ANN401 - optional
         """Return a numpy array that is some of its bytes.
 
         Args:
@@ -72,18 +76,17 @@ class Block:
         import numpy as np  # noqa: PLC0415 - optional
 
         kind = np.dtype(dtype)
-        count = _count(shape)
-        array = np.frombuffer(self._part(offset, count * kind.itemsize), dtype=kind)
-        return array.reshape(shape)
+        sizes = _sizes(shape)
+        part = self._part(offset, math.prod(sizes) * kind.itemsize)
+        return np.frombuffer(part, dtype=kind).reshape(sizes)
 
-    def torch(self, dtype: Any, shape: int | Sequence[int], *, offset: int = 0) -> Any:  # noqa: ANN401 - torch is not needed
+    def torch(self, dtype: Any, shape: Shape, *, offset: int = 0) -> Any:  # noqa: ANN401 - optional
         """Return a torch tensor on the CPU that is some of its bytes; see `numpy`."""
         import torch  # type: ignore[import-not-found,unused-ignore] # noqa: PLC0415 - optional
 
-        count = _count(shape)
-        part = self._part(offset, count * dtype.itemsize)
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if not count:
+        sizes = _sizes(shape)
+        part = self._part(offset, math.prod(sizes) * dtype.itemsize)
+        if not part:
             return torch.empty(sizes, dtype=dtype)
         return torch.frombuffer(part, dtype=dtype).reshape(sizes)
 
@@ -94,12 +97,18 @@ class Block:
             MemoryReleased: It is not mapped now.
             NotTheOwner: This process is a child of the one that allocated it.
         """
-        if not self._is_free:
-            self._home.take_back(self.address)
-            self._is_free = True
+        try:
+            address = self._to_free.pop()
+        except IndexError:
+            return
+        try:
+            self._home.take_back(address)
+        except BaseException:
+            self._to_free.append(address)
+            raise
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_free", True):
+        if getattr(self, "_to_free", None):
             self._home.drop(self.address)
 
     def _part(self, offset: int, length: int) -> memoryview:
@@ -108,5 +117,10 @@ class Block:
         return self.buffer[offset : offset + length]
 
 
-def _count(shape: int | Sequence[int]) -> int:
-    return shape if isinstance(shape, int) else math.prod(shape)
+def _sizes(shape: Shape) -> tuple[int, ...]:
+    """Return a shape as numbers, also of one that has numbers of numpy."""
+    given = (shape,) if isinstance(shape, SupportsIndex) else shape
+    sizes = tuple(operator.index(size) for size in given)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"there is no shape {sizes}: how much it takes has to be said")
+    return sizes

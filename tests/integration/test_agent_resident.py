@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import snapstore
+from snapagent.control import Control, State
 from snapagent.linux import processes
 from snapagent.restore import Restoration, RestoreRequest
 from snapagent.supervision import Place
@@ -81,6 +82,38 @@ def test_fifty_restores_leave_nothing(agent: Agent, work_dir: Path) -> None:
                 "no more descriptors and threads than before",
             )
             assert resident_bytes() - before[0] < GROWTH_BYTES_MAX
+
+
+def test_who_is_in_releasing_cannot_be_cancelled(agent: Agent, work_dir: Path) -> None:
+    """Goal: there is no moment in which a restore is cancelled that has said `releasing`.
+
+    Method: cancel in the very moment in which it says so.
+    """
+    home = work_dir / "home"
+    home.mkdir()
+    told: list[State] = []
+
+    def cancel(state: State) -> None:
+        told.append(state)
+        if state == "releasing":
+            assert not control.cancel()
+
+    control = Control(cancel)
+    with without_network_locks(), LiveProcess(home, size_mib=2) as process:
+        memory = process.memory_hash()
+        agent.run("capture", "one", "--pid", str(process.pid), "--stop")
+        process.reap()
+        request = RestoreRequest(name="one", place=FRESH)
+        with (
+            snapstore.open_store(agent.url) as store,
+            Restoration(store, request, agent.config, control=control) as restoration,
+        ):
+            root = restoration.run().root_pid
+        try:
+            assert told[-1] == "releasing"
+            assert inside_network(root, process.memory_hash) == memory
+        finally:
+            os.kill(root, signal.SIGKILL)
 
 
 # -- hints ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from snapagent.server.routes import ROUTES
 from tests.support.agent import ROOT, Agent
 from tests.support.daemon import Daemon, program, running_daemon
 from tests.support.users import NOBODY, as_nobody
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.criu,
@@ -264,10 +265,16 @@ def test_check(plain_agent: Agent) -> None:
     assert json.loads(good.communicate(timeout=60)[0])["store"] == plain_agent.url
     assert good.returncode == 0
     assert not plain_agent.run_directory.exists()
-    (plain_agent.folder / "agent.toml").write_text("jobs = 3\n", encoding="utf-8")
-    bad = program(plain_agent, "run", "--check", **pipes)
-    assert "jobs: there is no such key" in bad.communicate(timeout=60)[1]
-    assert bad.returncode == 2
+    wrong = {
+        "jobs = 3": "jobs: there is no such key",
+        'socket_group = "no-such-group"': "there is no group 'no-such-group'",
+        f'socket_group = "{1 << 32}"': "there is no group",
+    }
+    for line, said in wrong.items():
+        (plain_agent.folder / "agent.toml").write_text(f"{line}\n", encoding="utf-8")
+        bad = program(plain_agent, "run", "--check", **pipes)
+        assert said in bad.communicate(timeout=60)[1]
+        assert bad.returncode == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -306,3 +313,29 @@ def test_companions_serve_as_long_as_the_daemon(plain_agent: Agent) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read().splitlines()[-1] == "companion is closed"
     assert process.returncode == 0
+
+
+def test_only_the_run_directory_is_opened_for_others(plain_agent: Agent, tmp_path: Path) -> None:
+    """A socket may be put into a directory that others must not enter: that is not changed."""
+    plain_agent.run_directory.mkdir(mode=0o700)
+    tmp_path.chmod(0o700)
+    with running_daemon(plain_agent, f'socket = "{tmp_path}/a.sock"\n'):
+        assert (tmp_path / "a.sock").is_socket()
+        assert tmp_path.stat().st_mode & 0o777 == 0o700
+        assert plain_agent.run_directory.stat().st_mode & 0o777 == 0o711
+    plain_agent.run_directory.chmod(0o777)
+    process = program(plain_agent, "run", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert "other users may change" in process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+
+
+def test_requests_that_are_cut_off_do_not_fill_the_log(daemon: Daemon) -> None:
+    """Goal: whoever may connect cannot write into the log as often as it likes."""
+    head = b"POST /v1/captures HTTP/1.1\r\nHost: agent\r\nContent-Type: application/json\r\n"
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as cut:
+            cut.connect(str(daemon.socket))
+            cut.sendall(head + b'Content-Length: 100\r\n\r\n{"na')
+    cut_off = 'operation="POST /v1/captures",status="400"} 3.0'
+    wait_until(lambda: cut_off in daemon.ask("GET", "/v1/metrics").body.decode(), "their ends")
+    assert "Traceback" not in daemon.log.read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pty
+import resource
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from snapagent.preflight import (
     read_images,
     require,
 )
+from snapagent.preflight.criu_program import CriuFacts, _write_cache
 from snapstore.units import MIB
 from tests.support.obstructed import process_that
 from tests.support.waiting import wait_until
@@ -445,6 +447,19 @@ def test_criu_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cache.write_text("{")
     fake_criu(tmp_path, "4.20.3")
     assert probe_criu(program, cache).version == (4, 20, 3)
+
+
+def test_an_answer_that_cannot_be_kept_leaves_nothing(tmp_path: Path):
+    """Goal: on a full disk, asking CRIU again and again does not leave more and more files."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        _write_cache(folder / "criu.json", (), CriuFacts((4, 2), "", can_lock_by_nftables=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.slow

@@ -24,10 +24,15 @@ def test_limits() -> None:
     """Those that are not set are the broker's own; those of one user grow with those of all."""
     assert limits_of(Settings()) == BrokerLimits()
     settings = Settings(
-        broker_bytes="3GiB", broker_process_bytes="1GiB", broker_processes=1024, broker_regions=99
+        broker_bytes="3GiB",
+        broker_process_bytes="1GiB",
+        broker_processes=1024,
+        broker_regions=99,
+        broker_gpu_bytes="2GiB",
     )
     found = limits_of(settings)
     assert (found.total_bytes, found.session_bytes, found.regions) == (3 << 30, 1 << 30, 99)
+    assert found.gpu_bytes == 2 << 30
     assert (found.sessions, found.sessions_per_user) == (1024, 256)
     assert found.connections >= 2 * found.sessions
     assert found.connections_per_user >= found.sessions_per_user

@@ -80,6 +80,7 @@ def test_end_with_unread_messages(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "data",
     [
+        b"",
         b"x",
         b"[]",
         b"{}",

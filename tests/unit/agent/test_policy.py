@@ -84,6 +84,30 @@ def test_actions_and_stores() -> None:
 
 
 @pytest.mark.parametrize(
+    ("glob", "store", "fits"),
+    [
+        ("file:///mnt/a/*", "file:///mnt/a/b/c", True),
+        ("file:///mnt/a/*", "file:///mnt/a/..b", True),
+        ("file:///mnt/a/*", "file:///mnt/a/../b", False),
+        ("file:///mnt/a/*", "file:///mnt/a/%2e%2E/b", False),
+        ("file:///mnt/a/*", "file:///mnt/a/x%2F..%2f../b", False),
+        ("/mnt/a/*", "/mnt/a/./../b", False),
+        ("s3://bucket/*", "s3://bucket/team", True),
+        ("s3://bucket/*", "s3://bucket/team?profile=admin", False),
+        ("s3://bucket/*", "s3://bucket/team?endpoint=https://elsewhere.example", False),
+        ("s3://bucket/*?profile=team", "s3://bucket/x?profile=team", True),
+        ("s3://bucket/*?profile=team", "s3://bucket/x?profile=admin", False),
+        ("s3://bucket/*?profile=team", "s3://bucket/x", False),
+        ("s3://bucket/*?*", "s3://bucket/x?region=eu-1", True),
+    ],
+)
+def test_stores_are_what_they_look_like(glob: str, store: str, *, fits: bool) -> None:
+    """Goal: a glob of stores leads nowhere else, and lends nobody other credentials."""
+    rule = Rule(uid=1000, may=("restore",), names=("*",), stores=(glob,))
+    assert allows(rule, "x", store=store) == fits
+
+
+@pytest.mark.parametrize(
     ("uid", "gid", "fits"),
     [(1000, None, True), (None, GROUP, True), (1000, GROUP, True), (1000, 7, False)],
 )

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -156,6 +157,8 @@ def test_no_messages_end_the_connection_and_nothing_else(
     ("values", "words"),
     [
         ({"number": 1}, "there is a region 1 already"),
+        ({"number": -1, "address": PAGE}, "a number up to"),
+        ({"number": 10**4000, "address": PAGE}, "a number up to"),
         ({"address": 1 << 30}, "region 1 is at"),
         ({"address": (1 << 30) + 1}, "are no pages"),
         ({"address": 0}, "are no pages"),
@@ -237,6 +240,58 @@ def test_a_peer_that_takes_no_answers_is_left(connect: Callable[[], Peer]) -> No
             if _ % 10_000 == 0:
                 assert other.ask("take", regions=[]) is not None
     assert (other.allocate(1) or {})["kind"] == "made"
+
+
+@contextlib.contextmanager
+def no_free_descriptors() -> Iterator[None]:
+    """Let this process open no file while the block runs."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
+
+
+def test_without_descriptors_who_connects_is_hung_up_on(
+    broker: MemoryBroker, connect: Callable[[], Peer]
+) -> None:
+    """Goal: the broker serves who is there, turns others away, and does not spin meanwhile."""
+    there = connect()
+    there.hello()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late:
+        late.settimeout(10)
+        with no_free_descriptors():
+            for _ in range(3):
+                assert (there.ask("take", regions=[]) or {})["code"] == "wrong"
+            late.connect(str(broker.path))
+            assert late.recv(100) == b""
+    assert (connect().hello() or {})["kind"] == "welcome"
+
+
+def test_without_descriptors_no_memory_is_lost(connect: Callable[[], Peer]) -> None:
+    """Goal: a process that cannot be watched for a lack of descriptors is not taken for dead."""
+    first = connect()
+    first.hello()
+    first.allocate(1)
+    assert (first.ask("release") or {})["kind"] == "released"
+    again, other = connect(), connect()
+    again.token = first.token
+    again.hello(create=False)
+    with no_free_descriptors():
+        assert again.ask("resumed") is None
+        assert other.hello() is None
+    again = connect()
+    again.token = first.token
+    assert (again.hello(create=False) or {})["regions"] == [1]
+    assert (again.ask("resumed") or {})["kind"] == "shared"
 
 
 def test_files_that_nobody_asked_for_are_closed(connect: Callable[[], Peer]) -> None:

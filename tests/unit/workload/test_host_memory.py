@@ -110,6 +110,38 @@ def test_arrays_are_views_at_the_same_addresses(memory: HostMemory) -> None:
     assert block.numpy(np.int8, 0).shape == (0,)
     with pytest.raises(ValueError, match="has no"):
         block.numpy("float64", 126)
+    assert block.numpy("uint8", np.int64(5)).shape == (5,)
+    assert block.numpy("uint8", (np.int32(2), 3)).shape == (2, 3)
+    for shape in (-1, (-1, 5), (-2, -3)):
+        with pytest.raises(ValueError, match="no shape"):
+            block.numpy("uint8", shape)
+
+
+def test_a_block_is_freed_once() -> None:
+    """Goal: of threads that free one block, none frees what another block has got meanwhile."""
+    meeting = threading.Barrier(2)
+    taken: list[int] = []
+
+    class Slow:
+        def check_mapped(self) -> None: ...
+
+        def drop(self, address: int) -> None: ...
+
+        def take_back(self, address: int) -> None:
+            taken.append(address)
+            meeting.wait(10)
+            meeting.wait(10)
+
+    block = Block(Slow(), 4096, 64)
+    first = threading.Thread(target=block.free)
+    first.start()
+    meeting.wait(10)
+    second = threading.Thread(target=block.free)
+    second.start()
+    second.join(10)
+    meeting.wait(10)
+    first.join(10)
+    assert taken == [4096]
 
 
 def test_tensors_are_views() -> None:
