@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GpuEngine", "GpuEngines", "GpuSettings"]
 
-_WORKERS_MAX: Final = 16
+_WORKERS_MAX: Final = 12
+"""More get less: what they have in hand does not fit the processor's cache."""
 _SLOTS_PER_WORKER: Final = 2
 
 
@@ -34,10 +35,10 @@ class GpuSettings:
     """How memory of GPUs is filled and stored.
 
     Attributes:
-        workers: Threads for each GPU; 0 means its share of the usable cores, at most 16 for one GPU
-            and 8 for each of several, which more would only push out of the processor's cache.
+        workers: Threads for each GPU; 0 means its share of the usable cores, at most 12 for one GPU
+            and 6 for each of several.
         pinned_bytes: Page-locked memory for each GPU; 0 means two slots of 4 MiB for each thread.
-        part_bytes: How much of a raw frame is read at a time; 0 for what suits the number of GPUs.
+        part_bytes: How much of a raw frame is read at a time; 0 for all of it.
         registered_bytes: How much of a node cache may be page-locked, for all GPUs together.
         kernels: Where compiled kernels are kept.
         code: Kernels that are compiled already; by default NVRTC compiles them.
