@@ -22,6 +22,8 @@ NOT_EXPORTED = {
     "CodecSummary": "a part of `SnapshotSummary`, read through its attributes",
     "Content": "how a `NodeCache` sees a file; `SnapshotFile` makes it",
     "FileContent": "how a `NodeCache` sees a file; `SnapshotFile` makes it",
+    "FileKey": "what `NodeCache.find` is asked for, by pulls; `FileContent` makes it",
+    "FoundFile": "what `NodeCache.find` gives to pulls",
     "FrameCache": "made by the store, which bounds it by `StoreOptions.cache_bytes`",
     "HasContent": "a `SnapshotFile`",
     "IngestTotals": "a part of `PushResult`, read through its attributes",
