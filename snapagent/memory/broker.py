@@ -405,7 +405,8 @@ class MemoryBroker:
 
     def _hold(self, session: Session) -> None:
         self._keep_holder()
-        self._held.hold(session)
+        if not self._held.has(session):
+            self._held.hold(session)
 
     def _keep_holder(self) -> None:
         """Replace the holder if it has died, which is noticed at once."""

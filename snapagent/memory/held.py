@@ -143,6 +143,10 @@ class HeldMemory:
             raise Refused("memory", f"nobody holds released memory now: {error}") from error
         self._keys[session] = key
 
+    def has(self, session: Session) -> bool:
+        """Tell whether it has all memory of a session."""
+        return session in self._keys and self.is_alive
+
     def _send(self, key: int, session: Session, batch: Sequence[Region]) -> None:
         values: dict[str, object] = {
             "key": key,

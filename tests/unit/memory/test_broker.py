@@ -343,7 +343,31 @@ def test_frozen_memory_is_nobodys(broker: MemoryBroker, connect: Callable[[], Pe
     assert (peer.ask("take", regions=[1]) or {})["kind"] == "taken"
     assert len(peer.fds) == taken + 1
     assert (peer.ask("resumed") or {})["kind"] == "shared"
-    assert_refused(peer.ask("resumed"), "is shared")
+
+
+def test_what_was_asked_before_is_right_again(
+    broker: MemoryBroker, connect: Callable[[], Peer]
+) -> None:
+    """Goal: an owner whose answers were lost comes again, and gets what it would have had.
+
+    What waits in its earlier connections is void by then, so that it cannot come in between.
+    """
+    peer, again = connect(), connect()
+    again.token = peer.token
+    peer.hello()
+    peer.allocate(1)
+    peer.ask("release")
+    assert (again.hello() or {})["released"] is True
+    assert_refused(peer.ask("resumed"), "newer connection")
+    holder = broker.holder_pid
+    for _ in range(2):
+        assert (again.ask("release") or {})["kind"] == "released"
+        assert [one.state for one in broker.status()] == ["released"]
+    assert broker.holder_pid == holder
+    for _ in range(2):
+        assert (again.ask("resumed") or {})["kind"] == "shared"
+        assert [one.state for one in broker.status()] == ["shared"]
+    assert (again.allocate(2) or {})["kind"] == "made"
 
 
 @pytest.mark.slow
