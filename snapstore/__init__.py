@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from snapstore.backend import check_store_url
     from snapstore.errors import SnapError
     from snapstore.format.page_order import PageRun, decode_page_order, encode_page_order
     from snapstore.format.tree import EntryType
@@ -72,6 +73,7 @@ __all__ = [
     "StoreOptions",
     "StoreStats",
     "StreamDiff",
+    "check_store_url",
     "decode_page_order",
     "describe_images",
     "encode_page_order",
@@ -83,6 +85,7 @@ __all__ = [
 # Where each name is. Loaded when first asked for: a program that pulls needs nothing of a push, and
 # loading all of it would take as long as restoring a small process.
 _HOMES = {
+    "check_store_url": "snapstore.backend",
     "SnapError": "snapstore.errors",
     "PageRun": "snapstore.format.page_order",
     "decode_page_order": "snapstore.format.page_order",
