@@ -257,7 +257,21 @@ class MemoryBroker:
     def _frozen(self, session: Session) -> FrozenSession:
         lent = _lent([session.regions[number] for number in sorted(session.regions)])
         session.state = State.FROZEN
-        return FrozenSession(session.id, session.rank, lent, lambda: self._thaw(session))
+        return FrozenSession(
+            session.id,
+            session.rank,
+            lent,
+            thaw=lambda: self._thaw(session),
+            connected=lambda: self._connected(session),
+        )
+
+    def _connected(self, session: Session) -> list[int]:
+        with self._lock:
+            return sorted(
+                visitor.process.pid
+                for _, visitor in self._connections.values()
+                if visitor.session is session or visitor.process in session.owners
+            )
 
     def _thaw(self, session: Session) -> None:
         with self._lock:

@@ -33,11 +33,14 @@ class FrozenSession:
         rank: Rank,
         regions: Sequence[LentRegion],
         thaw: Callable[[], None],
+        connected: Callable[[], list[int]],
     ) -> None:
         self.session = session
         self.rank = rank
         self.regions = tuple(regions)
         """In the order of allocation."""
+        self.connected = connected
+        """Tell which processes of the workload have a connection with the broker now."""
         self._thaw = thaw
         self._is_over = False
 
