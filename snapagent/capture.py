@@ -36,7 +36,7 @@ from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
 from snapagent.criu.image_streamer import CaptureStreamer
 from snapagent.criu.page_receiver import PageReceiver, page_sockets
-from snapagent.errors import AgentError, PreflightFailed, ProtocolError
+from snapagent.errors import AgentError, CriuFailed, PreflightFailed, ProtocolError
 from snapagent.gpu.checkpoint import (
     CheckpointedTree,
     cuda_processes,
@@ -68,7 +68,7 @@ from snapstore import criu
 from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from snapagent.config import AgentConfig
@@ -221,6 +221,7 @@ def capture(
         stack.enter_context(dump)
         stack.enter_context(external)
         dump.external = external
+        dump.frozen = frozen
         setup_s = clock.monotonic_s() - started_s
         control.enter("dumping")
         with control.ends_with(dump.fail):
@@ -318,6 +319,7 @@ class _Dump:
         self.commit_began_s = self.commit_ended_s = 0.0
         self.external: RegionStreams | None = None
         self.cuda: _CudaState | None = None
+        self.frozen: Sequence[FrozenSession] = ()
         self.network_lock: str | None = None
         """What stays of it on purpose, known at the end."""
         self._images = ImageStore(writer)
@@ -452,6 +454,9 @@ class _Dump:
             failed.next_step = (
                 "look at the source: CRIU could undo nothing, so that a connection of it may hang"
             )
+        early = [pid for session in self.frozen for pid in session.connected()]
+        if early and program.says_outside(failed):
+            failed = _resumed_early(early[0], failed)
         if self.pushed is not None:
             failed.add_note(f"the snapshot was stored all the same, as {self._request.name}")
         # That its sockets broke is only how it looks from here: its log knows why.
@@ -552,6 +557,18 @@ class _Dump:
         finally:
             self.commit_ended_s = self._clock.monotonic_s()
             self._decided.set()
+
+
+def _resumed_early(pid: int, failed: CriuFailed) -> CriuFailed:
+    """Say what stands behind a connection with the broker that CRIU stumbled over."""
+    early = CriuFailed(
+        f"process {pid} asked for its external memory back while it was captured: its connection "
+        "with the agent leads out of what is captured",
+        next_step="let the workload call resume only when it is told that the capture is over, and "
+        "capture it again; it goes on with its memory meanwhile",
+    )
+    early.add_note(str(failed))
+    return early
 
 
 def _open_network(pid: int) -> int:

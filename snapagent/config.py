@@ -7,6 +7,7 @@ what it may be. The environment comes before the file, so that one command can d
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 import shutil
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 import msgspec
 
+import snapstore
 from snapagent.errors import ConfigInvalid
 from snapstore import SnapError
+from snapstore.errors import UsageError
 from snapstore.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -32,9 +35,11 @@ __all__ = [
     "AgentConfig",
     "Rule",
     "Settings",
+    "check_store",
     "load_settings",
     "notify_socket",
     "settings_table",
+    "unknown_variables",
 ]
 
 CONFIG_VARIABLE: Final = "SNAPAGENT_CONFIG"
@@ -309,11 +314,14 @@ _VARIABLES: Final = {
     "node_cache": NODE_CACHE_VARIABLE,
 }
 """Those that are not named after their key."""
+_PREFIX: Final = "SNAPAGENT_"
+_UNKNOWN_MAX: Final = 16
+_SHOWN_MAX: Final = 80
 
 
 def _variable(key: str) -> str | None:
     """Return the variable of the environment for a key; rules have none."""
-    return None if key == "rules" else _VARIABLES.get(key, f"SNAPAGENT_{key.upper()}")
+    return None if key == "rules" else _VARIABLES.get(key, f"{_PREFIX}{key.upper()}")
 
 
 def load_settings(path: Path | None = None) -> Settings:
@@ -334,6 +342,34 @@ def load_settings(path: Path | None = None) -> Settings:
         if variable and (text := os.environ.get(variable)):
             values[key], sources[key] = text, f"${variable}"
     return _convert(values, sources, str(named))
+
+
+def check_store(settings: Settings) -> None:
+    """Check the URL of the default store, without touching the store.
+
+    Not done for every command, which may name another one: it loads what reads storages.
+
+    Raises:
+        ConfigInvalid: There can be no store at it.
+    """
+    if not settings.store:
+        return
+    try:
+        snapstore.check_store_url(settings.store)
+    except UsageError as error:
+        raise ConfigInvalid(f"store: {error}", next_step=error.next_step) from error
+
+
+def unknown_variables() -> list[str]:
+    """Tell of variables of the environment that look like the agent's and are none of them."""
+    known = [name for key in Settings.__struct_fields__ if (name := _variable(key))]
+    known.append(CONFIG_VARIABLE)
+    unknown = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known)
+    return [
+        f"there is no variable {ascii(name)[1:-1][:_SHOWN_MAX]}, "
+        f"the nearest one is {difflib.get_close_matches(name, known, 1, 0)[0]}"
+        for name in unknown[:_UNKNOWN_MAX]
+    ]
 
 
 def _read_file(path: Path, *, required: bool) -> dict[str, object]:

@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from snapstore.backend import check_store_url
     from snapstore.cache.contents import CacheEntry, CacheStats, CacheTier, TierStats
     from snapstore.cache.node_cache import CachedFile, NodeCache
     from snapstore.chunking.grid import DEVICE_CHUNK_BYTES
@@ -92,6 +93,7 @@ __all__ = [
     "StreamDiff",
     "TierStats",
     "WarmResult",
+    "check_store_url",
     "decode_page_order",
     "describe_images",
     "encode_page_order",
@@ -111,6 +113,7 @@ _HOMES = {
     "CachedFile": "snapstore.cache.node_cache",
     "NodeCache": "snapstore.cache.node_cache",
     "DEVICE_CHUNK_BYTES": "snapstore.chunking.grid",
+    "check_store_url": "snapstore.backend",
     "SnapError": "snapstore.errors",
     "PageRun": "snapstore.format.page_order",
     "decode_page_order": "snapstore.format.page_order",

@@ -12,9 +12,10 @@ import typer
 from snapstore.cli.common import Json, Quiet, command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from snapagent.config import Settings
+    from snapstore.cli.console import Console
 
 __all__ = ["run_command"]
 
@@ -39,24 +40,46 @@ def run_command(
     be done, captured processes go on, and restored ones that are not whole are ended.
     """
     with command(json=json, quiet=quiet) as console:
-        import msgspec
-
-        from snapagent.config import load_settings
+        from snapagent.config import check_store, load_settings, unknown_variables
 
         settings = load_settings(config)
+        check_store(settings)
+        unknown = unknown_variables()
         if check:
-            from snapagent.server.listener import group_id
-            from snapagent.server.stores import options_of
-
-            options_of(settings)
-            group_id(settings.socket_group)
-            document = msgspec.to_builtins(settings)
-            shown = {key: msgspec.json.encode(value).decode() for key, value in document.items()}
-            console.result(document, "\n".join(f"{key} = {shown[key]}" for key in shown))
+            _check(settings, unknown)
+            if json or not quiet:
+                _show(settings, console)
             return
+        for text in unknown:
+            console.warn(text)
         run = _load()
         run(settings, console.note)
         _leave()
+
+
+def _check(settings: Settings, unknown: Sequence[str]) -> None:
+    """Check what the daemon would stumble over when it starts.
+
+    Raises:
+        ConfigInvalid: Of a variable of the environment that it would not read, too.
+        UsageError: The settings do not go together.
+    """
+    from snapagent.errors import ConfigInvalid
+    from snapagent.server.listener import group_id
+    from snapagent.server.stores import options_of
+
+    options_of(settings)
+    group_id(settings.socket_group)
+    if unknown:
+        raise ConfigInvalid("; ".join(unknown), next_step="correct it, or take it away")
+
+
+def _show(settings: Settings, console: Console) -> None:
+    import msgspec
+
+    document = msgspec.to_builtins(settings)
+    shown = {key: msgspec.json.encode(value).decode() for key, value in document.items()}
+    console.result(document, "\n".join(f"{key} = {shown[key]}" for key in shown))
 
 
 def _leave() -> None:

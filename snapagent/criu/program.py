@@ -16,6 +16,7 @@ __all__ = [
     "dump_arguments",
     "read_run_id",
     "restore_arguments",
+    "says_outside",
 ]
 
 _LOG_LEVEL = "-v3"
@@ -25,6 +26,8 @@ _RUN_ID = re.compile(rb"\bCRIU run id = ([0-9a-f-]{36})\b")
 _LINES_SHOWN = 6
 _HARMLESS = b"Can't setup RLIMIT_NOFILE for self"
 """In every log where `CAP_SYS_RESOURCE` is missing."""
+_LEADS_OUTSIDE = "External socket is used"
+"""What it says of a connection with a process outside of the tree."""
 _TELLING = re.compile(rb"\bError\b|\bWarn\b.*(?:fail|refus)", re.IGNORECASE)
 
 
@@ -128,6 +131,11 @@ def criu_failed(doing: str, status: int, log: Path) -> CriuFailed:
     for line in lines[1:]:
         error.add_note(line)
     return error
+
+
+def says_outside(failed: CriuFailed) -> bool:
+    """Tell whether CRIU failed of a connection that leads out of the tree."""
+    return any(_LEADS_OUTSIDE in text for text in (str(failed), *getattr(failed, "__notes__", ())))
 
 
 def _telling_lines(log: Path) -> list[str]:

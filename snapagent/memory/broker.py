@@ -266,8 +266,22 @@ class MemoryBroker:
     def _frozen(self, session: Session) -> FrozenSession:
         lent = _lent([session.regions[number] for number in sorted(session.regions)])
         session.state = State.FROZEN
-        thaw = functools.partial(self._thaw, session)
-        return FrozenSession(session.id, session.rank, lent, thaw, self.gpus)
+        return FrozenSession(
+            session.id,
+            session.rank,
+            lent,
+            thaw=functools.partial(self._thaw, session),
+            connected=functools.partial(self._connected, session),
+            gpus=self.gpus,
+        )
+
+    def _connected(self, session: Session) -> list[int]:
+        with self._lock:
+            return sorted(
+                visitor.process.pid
+                for _, visitor in self._connections.values()
+                if visitor.session is session or visitor.process in session.owners
+            )
 
     def _thaw(self, session: Session) -> None:
         with self._lock:
@@ -436,7 +450,8 @@ class MemoryBroker:
 
     def _hold(self, session: Session) -> None:
         self._keep_holder()
-        self._held.hold(session)
+        if not self._held.has(session):
+            self._held.hold(session)
 
     def _keep_holder(self) -> None:
         """Replace the holder if it has died, which is noticed at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from snapagent.errors import AgentError
-from snapagent.linux import peers
 from snapagent.linux.packets import FDS_MAX, BadPacketError, Channel, channel_pair
+from snapagent.linux.peers import Process
 from snapagent.memory.ledger import Refused, Region, Session, State
 from snapagent.memory.listening import listen
 from snapagent.memory.requests import OWNERS_ASKED_MAX
@@ -29,6 +30,8 @@ __all__ = ["REVIVE_S", "HeldMemory", "find_owners", "take_over"]
 
 REVIVE_S: Final = 1.0
 """Between two attempts to replace a holder."""
+_OWNERS_MAX: Final = 1024
+"""Named in one packet."""
 _ROOT: Final = Path(__file__).parents[2]
 _SEND_S_MAX: Final = 10.0
 _END_S_MAX: Final = 10.0
@@ -130,10 +133,13 @@ class HeldMemory:
         """
         key, self._next_key = self._next_key, self._next_key + 1
         regions = [session.regions[number] for number in sorted(session.regions)]
+        owners = list(session.owners)
         batches = [regions[at : at + FDS_MAX] for at in range(0, len(regions), FDS_MAX)]
+        # A tree may have more processes than fit into a packet.
+        groups = [owners[at : at + _OWNERS_MAX] for at in range(0, len(owners), _OWNERS_MAX)]
         try:
-            for batch in batches or [[]]:
-                self._send(key, session, batch)
+            for batch, group in itertools.zip_longest(batches, groups or [[]], fillvalue=()):
+                self._send(key, session, batch, group)
             self._channel.send("sure", {"key": key})
             if _next(self._channel).number("key") != key:
                 raise _AnswerError(f"it does not have {session.id[:8]}")
@@ -143,14 +149,20 @@ class HeldMemory:
             raise Refused("memory", f"nobody holds released memory now: {error}") from error
         self._keys[session] = key
 
-    def _send(self, key: int, session: Session, batch: Sequence[Region]) -> None:
+    def has(self, session: Session) -> bool:
+        """Tell whether it has all memory of a session."""
+        return session in self._keys and self.is_alive
+
+    def _send(
+        self, key: int, session: Session, batch: Sequence[Region], owners: Sequence[Process]
+    ) -> None:
         values: dict[str, object] = {
             "key": key,
             "session": session.id,
             "rank": session.rank,
             "uid": -1 if session.uid is None else session.uid,
-            "pids": [owner.pid for owner in session.owners],
-            "ticks": [owner.started_ticks for owner in session.owners],
+            "pids": [owner.pid for owner in owners],
+            "ticks": [owner.started_ticks for owner in owners],
             "numbers": [region.number for region in batch],
             "addresses": [region.address for region in batch],
             "lengths": [region.length for region in batch],
@@ -309,15 +321,16 @@ def _add(found: dict[int, Session], packet: Packet) -> None:
             rank,
             None if uid < 0 else uid,
             State.RELEASED,
-            dict.fromkeys(_owners(packet), -1),
+            {},
         ),
     )
+    session.owners |= dict.fromkeys(_owners(packet), -1)
     columns = [packet.numbers(key) for key in ("numbers", "addresses", "lengths", "huge")]
     rows = zip(*columns, packet.texts("devices"), packet.fds, strict=True)
     for number, address, length, huge, device, fd in rows:
         session.regions[number] = Region(number, address, length, bool(huge), fd, device)
 
 
-def _owners(packet: Packet) -> Iterator[peers.Process]:
+def _owners(packet: Packet) -> Iterator[Process]:
     for pid, ticks in zip(packet.numbers("pids"), packet.numbers("ticks"), strict=True):
-        yield peers.Process(pid, ticks)
+        yield Process(pid, ticks)

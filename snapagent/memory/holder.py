@@ -32,6 +32,8 @@ _ANSWER_S_MAX: Final = 10.0
 class _Held:
     """A session: the packets that told of it, and pidfds of its owners."""
 
+    is_whole: bool = False
+    """Whether all packets are here. Before that, that its owners have ended means nothing."""
     packets: list[Packet] = field(default_factory=list)
     pidfds: list[int] = field(default_factory=list)
 
@@ -88,6 +90,7 @@ class Holder:
                         held.pidfds.append(opened[1])
         elif packet.kind == "sure":
             # Messages come in order, so that everything before this one is here.
+            self._sessions[packet.number("key")].is_whole = True
             self._broker.send("held", {"key": packet.number("key")})
         elif packet.kind == "forget":
             held_now = self._sessions.pop(packet.number("key"), None)
@@ -99,7 +102,7 @@ class Holder:
             if pidfd in held.pidfds and not processes.wait_for_ends([pidfd], 0):
                 held.pidfds.remove(pidfd)
                 os.close(pidfd)
-                if not held.pidfds:
+                if held.is_whole and not held.pidfds:
                     del self._sessions[key]
                     held.close()
 

@@ -27,6 +27,7 @@ from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from snapagent.memory.placement import Rank
+    from snapagent.memory.requests import Visitor
 
 __all__ = ["BrokerLimits", "Ledger", "Refused", "Region", "Session", "State", "session_id"]
 
@@ -118,6 +119,8 @@ class Session:
     owners: dict[Process, int]
     """Processes that may speak for it, they and those below them, with a pidfd each."""
     regions: dict[int, Region] = field(default_factory=dict)
+    speaker: Visitor | None = None
+    """The last connection of an owner: what is left of earlier ones of the same process is void."""
 
     @property
     def size_bytes(self) -> int:

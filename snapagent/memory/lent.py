@@ -40,6 +40,7 @@ class FrozenSession:
         rank: Rank,
         regions: Sequence[LentRegion],
         thaw: Callable[[], None],
+        connected: Callable[[], list[int]],
         gpus: GpuMemory,
     ) -> None:
         self.session = session
@@ -48,6 +49,8 @@ class FrozenSession:
         self.rank = rank
         self.regions = tuple(regions)
         """In the order of allocation."""
+        self.connected = connected
+        """Tell which processes of the workload have a connection with the broker now."""
         self._thaw = thaw
         self._is_over = False
 

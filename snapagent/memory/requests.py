@@ -37,7 +37,7 @@ _RANK_MAX: Final = 65535
 _TAKEN_MAX: Final = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Visitor:
     """A peer on a connection, as far as requests need it."""
 
@@ -153,7 +153,11 @@ class Requests:
             State.FILLING,
             State.FILLED,
         }
-        return Reply("welcome", {"regions": sorted(found.regions)})
+        if visitor.process in found.owners:
+            # What waits in an earlier connection of it, whose answers were lost, is void.
+            found.speaker = visitor
+        released = visitor.is_owner and found.state is State.RELEASED
+        return Reply("welcome", {"regions": sorted(found.regions), "released": released})
 
     def _begin(self, visitor: Visitor, token: str, packet: Packet) -> Session:
         session = Session(session_id(token), _rank(packet), visitor.uid, State.SHARED, {})
@@ -234,7 +238,8 @@ class Requests:
         return Reply("freed", {})
 
     def _release(self, visitor: Visitor, _: Packet) -> Reply:
-        session = _owned(visitor, State.SHARED)
+        # Said again if the first answer was lost.
+        session = _owned(visitor, State.SHARED, State.RELEASED)
         self._hooks.hold(session)
         session.state = State.RELEASED
         return Reply("released", {})
@@ -261,13 +266,19 @@ class Requests:
         return Reply("taken", {"devices": devices}, tuple(region.fd for region in regions))
 
     def _resumed(self, visitor: Visitor, _: Packet) -> Reply:
-        session = _owned(visitor, State.RELEASED, State.FILLED)
+        session = _owned(visitor, State.SHARED, State.RELEASED, State.FILLED)
+        if session.state is State.SHARED:
+            # Said again, the first answer was lost: but not by another one that came for it too.
+            if visitor.process not in session.owners:
+                raise Refused("state", f"the memory is {session.state.value}")
+            return Reply("shared", {})
         self._hooks.watch(session, visitor.process)
         if not session.owners:
             self._hooks.drop(session)
             raise BadPacketError("it has ended")
         self._hooks.forget(session)
         session.uid = visitor.uid
+        session.speaker = visitor
         session.state = State.SHARED
         return Reply("shared", {})
 
@@ -306,6 +317,9 @@ def _owned(visitor: Visitor, *states: State) -> Session:
     session = _known(visitor)
     if not visitor.is_owner:
         raise Refused("denied", "only the process that has the memory may do that")
+    speaker = session.speaker
+    if speaker is not None and speaker is not visitor and speaker.process == visitor.process:
+        raise Refused("denied", "the process speaks on a newer connection")
     if session.state not in states:
         raise Refused("state", f"the memory is {session.state.value}")
     return session

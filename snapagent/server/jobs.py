@@ -7,7 +7,6 @@ A job's state is changed by the thread that does its work, under the job's lock,
 from __future__ import annotations
 
 import asyncio
-import collections
 import functools
 import secrets
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from snapagent import api
 from snapagent.control import CAPTURE_STATES, ENDED, RESTORE_STATES, Control
 from snapagent.errors import AgentError, DaemonBusy, DaemonEnding, NoSuchJob
+from snapagent.server import shares
 from snapstore import SnapError
 from snapstore.clock import SystemClock, format_utc
 from snapstore.errors import Interrupted
@@ -178,7 +178,9 @@ class JobTable:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._entries: dict[str, _Entry] = {}
-        self._queue: collections.deque[tuple[_AnyJob, Callable[[], None]]] = collections.deque()
+        self._queue: list[tuple[_AnyJob, Callable[[], None]]] = []
+        self._at_work: list[int] = []
+        """Whose jobs have a thread now."""
         self._running = 0
         self._stopping = False
         self._idle = asyncio.Event()
@@ -195,15 +197,12 @@ class JobTable:
         """Begin a job now or when there is room.
 
         Raises:
-            DaemonBusy: As many wait as may, or the daemon is about to end (`DaemonEnding`).
+            DaemonBusy: As many wait as may, of all or of this user, or the daemon is about to end
+                (`DaemonEnding`).
         """
         if self._stopping:
             raise DaemonEnding("the agent is about to end", next_step="ask again when it runs")
-        if self._running >= self._settings.jobs_at_once + self._settings.jobs_queued:
-            raise DaemonBusy(
-                f"{self._running} captures and restores are under way or wait already",
-                next_step="wait, cancel some, or raise jobs_at_once or jobs_queued",
-            )
+        self._require_place(job.uid)
         entry = _Entry(job.answer(), job)
         self._entries[job.id] = entry
         job.on_change = _Poke(self._loop, entry, self._journal)
@@ -214,13 +213,30 @@ class JobTable:
         self._start_next()
         return job.answer()
 
+    def _require_place(self, uid: int) -> None:
+        begun = [entry.job.uid for entry in self._entries.values() if entry.job is not None]
+        places = self._settings.jobs_at_once + self._settings.jobs_queued
+        if shares.may_join(uid, begun, places):
+            return
+        if len(begun) >= places:
+            said = f"{len(begun)} captures and restores are under way or wait already"
+        else:
+            said = (
+                f"uid {uid} has {begun.count(uid)} captures and restores under way or waiting, and "
+                f"the last {places - len(begun)} of {places} places are for others"
+            )
+        raise DaemonBusy(said, next_step="wait, cancel some, or raise jobs_at_once or jobs_queued")
+
     def _start_next(self) -> None:
-        at_work = self._running - len(self._queue)
-        while self._queue and at_work < self._settings.jobs_at_once:
-            job, run = self._queue.popleft()
+        places = self._settings.jobs_at_once
+        while (index := shares.next_to_start(self._waiting(), self._at_work, places)) is not None:
+            job, run = self._queue.pop(index)
+            self._at_work.append(job.uid)
             # A daemon thread: a store that does not answer must not keep the program from its end.
             threading.Thread(target=run, name=f"snapagent-{job.kind}", daemon=True).start()
-            at_work += 1
+
+    def _waiting(self) -> list[int]:
+        return [job.uid for job, _ in self._queue]
 
     def _work(self, job: Job[R], work: Callable[[], R]) -> None:
         """Do a job's work, on its thread."""
@@ -233,7 +249,11 @@ class JobTable:
             traceback.print_exc(file=sys.stderr)
             job.fail(AgentError("the agent has failed: its log tells more", next_step="report it"))
         finally:
-            self._loop.call_soon_threadsafe(self._ended, job.id)
+            self._loop.call_soon_threadsafe(self._worked, job)
+
+    def _worked(self, job: _AnyJob) -> None:
+        self._at_work.remove(job.uid)
+        self._ended(job.id)
 
     def _ended(self, job_id: str) -> None:
         entry = self._entries[job_id]
@@ -248,9 +268,9 @@ class JobTable:
         self._start_next()
 
     def _forget(self) -> None:
-        ended = [name for name, entry in self._entries.items() if entry.job is None]
-        for name in ended[: -self._settings.jobs_kept]:
-            del self._entries[name]
+        ended = [(name, one.last.uid) for name, one in self._entries.items() if one.job is None]
+        for index in shares.excess([uid for _, uid in ended], self._settings.jobs_kept):
+            del self._entries[ended[index][0]]
 
     # -- looking ----------------------------------------------------------------------------------
 

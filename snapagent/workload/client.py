@@ -74,7 +74,7 @@ class Connection:
         timeout_s: float | None = None,
         waits: bool = False,
     ) -> Answer:
-        """Send a request and wait for its answer.
+        """Send a request and wait for its answer; without one, the connection is closed.
 
         Args:
             kind: Of the request.
@@ -98,10 +98,15 @@ class Connection:
                 self._socket.sendmsg([data], rights)
             answer = self._receive_last()
         except OSError as error:
+            self.close()
             raise BrokerUnreachable(
                 f"the memory broker at {self._path} does not answer: {error.strerror or error}",
                 next_step="see whether the agent runs",
             ) from error
+        except BaseException:
+            # Its answer would be taken for that of the next request.
+            self.close()
+            raise
         if answer.values.get("kind") == "refused":
             _close(answer.fds)
             make = _ERRORS.get(str(answer.values.get("code")), MemoryRefused)

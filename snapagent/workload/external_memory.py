@@ -410,7 +410,11 @@ class ExternalMemory(abc.ABC):
             return self._connection
         connection = Connection(self._path, timeout_s=_ANSWER_S_MAX)
         try:
-            there = set(self._hello(connection, create=True).numbers("regions"))
+            welcome = self._hello(connection, create=True)
+            if welcome.values.get("released") is True:
+                # The answer to a release was lost: the memory stayed mapped, or is again.
+                connection.call("resumed")
+            there = set(welcome.numbers("regions"))
             if self._is_closed:
                 there = set()  # It is only told that all of it goes.
             for number in there - self._regions.keys():

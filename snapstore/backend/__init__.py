@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from snapstore.backend.base import Backend
     from snapstore.clock import Clock
 
-__all__ = ["open_backend"]
+__all__ = ["check_store_url", "open_backend"]
 
 
 def open_backend(
@@ -35,8 +35,7 @@ def open_backend(
         raise UsageError(f"cannot create a store that is open for reading only: {url}")
     scheme, separator, rest = url.partition("://")
     if scheme == "memory" and separator:
-        if not rest:
-            raise UsageError("a store in memory needs a name", next_step="write memory://NAME")
+        _require_name(rest)
         return MemoryBackend.named(rest, create=create, readonly=readonly)
     clock = clock or SystemClock()
     if scheme == "s3" and separator:
@@ -45,6 +44,28 @@ def open_backend(
     if create:
         return PosixBackend.create(root, clock=clock)
     return PosixBackend(root, readonly=readonly, clock=clock)
+
+
+def check_store_url(url: str) -> None:
+    """Check that there can be a store at a URL or path, without looking whether there is one.
+
+    Raises:
+        UsageError: It has another scheme or cannot be meant.
+    """
+    scheme, separator, rest = url.partition("://")
+    if scheme == "memory" and separator:
+        _require_name(rest)
+    elif scheme == "s3" and separator:
+        from snapstore.backend.s3_location import S3Location
+
+        S3Location.parse(url)
+    else:
+        _path_of(url)
+
+
+def _require_name(name: str) -> None:
+    if not name:
+        raise UsageError("a store in memory needs a name", next_step="write memory://NAME")
 
 
 def _open_s3(url: str, clock: Clock, *, create: bool, readonly: bool) -> Backend:

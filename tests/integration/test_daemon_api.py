@@ -277,6 +277,15 @@ def test_check(plain_agent: Agent) -> None:
         assert bad.returncode == 2
 
 
+def test_unknown_variables_are_warned_of(
+    plain_agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SNAPAGENT_JOB_KEPT", "3")
+    with running_daemon(plain_agent) as daemon:
+        said = daemon.stop()
+    assert "warning: there is no variable SNAPAGENT_JOB_KEPT, the nearest one is" in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_ends_in_order(plain_agent: Agent, number: signal.Signals) -> None:
     with running_daemon(plain_agent) as daemon:

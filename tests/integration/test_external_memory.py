@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import snapstore
 from snapagent.capture import CaptureRequest, CaptureResult, capture
-from snapagent.errors import PreflightFailed
+from snapagent.control import Control
+from snapagent.errors import CriuFailed, PreflightFailed
 from snapagent.memory.broker import MemoryBroker
 from snapagent.restore import Restoration, RestoreRequest, RestoreResult
 from snapagent.supervision import Place
@@ -21,7 +23,11 @@ from snapstore.errors import BackendError, DigestMismatch
 from tests.support.agent import Agent
 from tests.support.external import SIZE_MIB, ExternalWorkload, broker_process
 from tests.support.network_locks import without_network_locks
+from tests.support.peers import on_thread
 from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow]
 
@@ -160,6 +166,35 @@ def test_a_failed_capture_leaves_the_source_its_memory(
     assert [one.state for one in broker.status()] == ["released"]
     assert workload.ask("resume") == "resumed"
     assert workload.ask("digest") == before
+
+
+def test_a_resume_in_the_middle_is_named(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    """Goal: who resumes while CRIU takes the tree is told that, not only what CRIU says of it."""
+    before = workload.ask("digest")
+    workload.ask("release")
+    resuming: list[Future[str]] = []
+
+    def resume(state: str) -> None:
+        if state == "dumping":
+            resuming.append(on_thread(lambda: workload.ask("resume")))
+            wait_until(lambda: is_connected(broker.path), "it waits for its memory")
+
+    request = CaptureRequest(pid=workload.pid, name=NAME, broker=broker)
+    with snapstore.open_store(agent.url) as store, pytest.raises(CriuFailed) as caught:
+        capture(store, request, agent.config, control=Control(resume))
+    assert f"process {workload.pid} asked for its external memory back" in str(caught.value)
+    assert "capture is over" in (caught.value.next_step or "")
+    assert any("External socket" in note for note in caught.value.__notes__)
+    assert resuming[0].result(60) == "resumed"
+    assert workload.ask("digest") == before
+
+
+def is_connected(path: Path) -> bool:
+    """Tell whether somebody has a connection at a socket; the listening one has state 01."""
+    lines = Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()
+    return any(line.endswith(f" {path}") and line.split()[5] == "03" for line in lines)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])

@@ -1,11 +1,17 @@
 """The configuration: what is read from where, and how what is wrong is told."""
 
+import json
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 from snapagent import config
-from snapagent.config import Rule, Settings, load_settings, settings_table
+from snapagent.cli.main import app
+from snapagent.config import Rule, Settings, load_settings, settings_table, unknown_variables
 from snapagent.errors import ConfigInvalid
 from snapagent.workload.host_memory import SOCKET_DEFAULT, SOCKET_VARIABLE
 
@@ -118,3 +124,51 @@ def test_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_file_is_an_error_only_if_it_was_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigInvalid, match="there is no"):
         load_settings(tmp_path / "none.toml")
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Iterator[Callable[..., Result]]:
+    """Run `snapagent run --check` with a configuration file that says this."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def run(text: str, *options: str) -> Result:
+        arguments = ["run", "--check", "--config", str(written(tmp_path, text)), *options]
+        return CliRunner().invoke(app, arguments)
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_a_store_that_cannot_be_is_found_before_the_start(check: Callable[..., Result]) -> None:
+    done = check('store = "fiel:///x"')
+    assert done.exit_code == 2
+    assert "store: no storage of scheme 'fiel' is known" in done.stderr
+    for url in ("file:///nowhere", "s3://bucket/prefix", "snapshots", ""):
+        assert check(f'store = "{url}"').exit_code == 0
+
+
+def test_quiet_checks_say_nothing(check: Callable[..., Result]) -> None:
+    assert "threads = 3" in check("threads = 3").stdout
+    assert not check("threads = 3", "--quiet").output
+    assert json.loads(check("threads = 3", "--quiet", "--json").stdout)["threads"] == 3
+    assert check("threads = -1", "--quiet").exit_code == 2
+
+
+def test_unknown_variables_are_named(
+    check: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not unknown_variables()
+    monkeypatch.setenv("SNAPAGENT_JOBS_KEP", "3")
+    monkeypatch.setenv("SNAPAGENT_RUN_DIR_\n\udc80", "/x")
+    monkeypatch.setenv("SNAPAGENT_THREAD", "")
+    assert unknown_variables() == [
+        "there is no variable SNAPAGENT_JOBS_KEP, the nearest one is SNAPAGENT_JOBS_KEPT",
+        r"there is no variable SNAPAGENT_RUN_DIR_\n\udc80, the nearest one is SNAPAGENT_RUN_DIR",
+        "there is no variable SNAPAGENT_THREAD, the nearest one is SNAPAGENT_THREADS",
+    ]
+    done = check("")
+    assert done.exit_code == 2
+    assert "no variable SNAPAGENT_JOBS_KEP," in done.stderr
+    for number in range(100):
+        monkeypatch.setenv(f"SNAPAGENT_{number}_{'x' * 1000}", "")
+    assert len("".join(unknown_variables())) < 4000

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from snapstore.backend import open_backend
+from snapstore.backend import check_store_url, open_backend
 from snapstore.backend.base import ObjectKind
 from snapstore.errors import AccessDenied, StoreNotFound, UsageError
 
@@ -97,6 +97,8 @@ def test_a_file_is_no_store(tmp_path: Path) -> None:
 )
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(UsageError):
+        check_store_url(url)
+    with pytest.raises(UsageError):
         open_backend(url)
 
 
@@ -110,3 +112,13 @@ def test_nothing_is_created_for_reading_only(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         open_backend(str(tmp_path / "s"), create=True, readonly=True)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    "url", ["{}", "file://{}", "memory://never", "s3://bucket/a?endpoint=http://[::1]:1", "~"]
+)
+def test_checking_a_url_touches_no_storage(tmp_path: Path, url: str) -> None:
+    check_store_url(url.format(tmp_path / "store"))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(StoreNotFound):
+        open_backend("memory://never")

@@ -21,9 +21,10 @@ import pytest
 
 from snapagent.errors import AgentError, PreflightFailed
 from snapagent.linux.memfds import check_memfd, make_memfd
+from snapagent.linux.peers import Process, open_process
 from snapagent.memory.broker import BrokerLimits, MemoryBroker
-from snapagent.memory.held import find_owners
-from snapagent.memory.ledger import session_id
+from snapagent.memory.held import HeldMemory, find_owners, socket_of, take_over
+from snapagent.memory.ledger import Region, Session, State, session_id
 from snapagent.memory.placement import RegionPlace, SessionPlace
 from snapagent.workload import HostMemory, MemoryRefused
 from tests.support.waiting import wait_until
@@ -343,7 +344,31 @@ def test_frozen_memory_is_nobodys(broker: MemoryBroker, connect: Callable[[], Pe
     assert (peer.ask("take", regions=[1]) or {})["kind"] == "taken"
     assert len(peer.fds) == taken + 1
     assert (peer.ask("resumed") or {})["kind"] == "shared"
-    assert_refused(peer.ask("resumed"), "is shared")
+
+
+def test_what_was_asked_before_is_right_again(
+    broker: MemoryBroker, connect: Callable[[], Peer]
+) -> None:
+    """Goal: an owner whose answers were lost comes again, and gets what it would have had.
+
+    What waits in its earlier connections is void by then, so that it cannot come in between.
+    """
+    peer, again = connect(), connect()
+    again.token = peer.token
+    peer.hello()
+    peer.allocate(1)
+    peer.ask("release")
+    assert (again.hello() or {})["released"] is True
+    assert_refused(peer.ask("resumed"), "newer connection")
+    holder = broker.holder_pid
+    for _ in range(2):
+        assert (again.ask("release") or {})["kind"] == "released"
+        assert [one.state for one in broker.status()] == ["released"]
+    assert broker.holder_pid == holder
+    for _ in range(2):
+        assert (again.ask("resumed") or {})["kind"] == "shared"
+        assert [one.state for one in broker.status()] == ["shared"]
+    assert (again.allocate(2) or {})["kind"] == "made"
 
 
 @pytest.mark.slow
@@ -696,6 +721,31 @@ def test_without_a_holder_nothing_is_released(
     assert answer is not None
     assert answer["kind"] == "released"
     give_back(broker, peer)
+
+
+@pytest.mark.slow
+def test_a_holder_knows_the_owners_of_large_trees() -> None:
+    """Goal: more processes own released memory than a message can name; this one is among them."""
+    with tempfile.TemporaryDirectory(prefix="broker-") as folder:
+        path = Path(folder) / "memory.sock"
+        own = open_process(os.getpid())
+        assert own is not None
+        os.close(own[1])
+        beyond_all = 1 << 23  # Of process ids; 4 million are the most.
+        others = [Process(beyond_all + number, 10**18) for number in range(20_000)]
+        owners = dict.fromkeys([*others, own[0]], -1)
+        region = Region(0, 1 << 30, PAGE, huge=False, fd=make_memfd(PAGE, huge=False))
+        session = Session("7" * 64, 3, 0, State.RELEASED, owners, {0: region})
+        held = HeldMemory(path)
+        held.hold(session)
+        assert held.has(session)
+        held.close()
+        os.close(region.fd)
+        (found,) = take_over(path)
+        os.close(found.regions[0].fd)
+        assert found.owners.keys() == owners.keys()
+        assert (found.id, found.rank, found.uid) == (session.id, 3, 0)
+        wait_until(lambda: not socket_of(path).exists(), "the holder has ended")
 
 
 def test_closing_leaves_nothing() -> None:

@@ -24,6 +24,7 @@ from snapagent.workload import (
     MemoryRefused,
     MemoryReleased,
     NotTheOwner,
+    host_memory,
 )
 from tests.support.external import broker_process
 from tests.support.supervised import has_ended
@@ -322,6 +323,35 @@ def test_a_new_broker_has_what_the_last_one_had(path: Path) -> None:
         with MemoryBroker(path):
             memory.resume(10)
             assert bytes(block.buffer) == b"x" * 5000
+
+
+@pytest.mark.slow
+def test_lost_answers_to_a_release_change_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: who had no answer keeps its memory, and all goes on once the broker is awake.
+
+    Method: stop the broker while it is asked, so that it does later what nobody waits for.
+    """
+    monkeypatch.setattr(host_memory, "_ANSWER_S_MAX", 0.3)
+    with broker_process(path) as process, make(path) as memory:
+        block = memory.allocate(5000)
+        block.buffer[:] = b"x" * 5000
+        for _ in range(2):
+            process.process.send_signal(signal.SIGSTOP)
+            with pytest.raises(BrokerUnreachable):
+                memory.release()
+            assert bytes(block.buffer) == b"x" * 5000
+            process.process.send_signal(signal.SIGCONT)
+            monkeypatch.setattr(host_memory, "_ANSWER_S_MAX", 10.0)
+            other = memory.allocate(10 * MIB)
+            memory.release()
+            memory.resume(10)
+            assert bytes(block.buffer) == b"x" * 5000
+            other.free()
+            monkeypatch.setattr(host_memory, "_ANSWER_S_MAX", 0.3)
+            memory.release()
+            memory.resume(10)
 
 
 @pytest.mark.slow
