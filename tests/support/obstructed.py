@@ -67,8 +67,7 @@ def process_that(
                 start_new_session=True,
             )
         stack.callback(process.wait)
-        # Its children too: they are of its session, as long as it has not been waited for.
-        stack.callback(os.killpg, process.pid, signal.SIGKILL)
+        stack.callback(_end_group, process.pid)
         os.close(ready)
         os.close(life)
         said = _read_all(ready_here)
@@ -76,6 +75,12 @@ def process_that(
             pytest.skip(f"this kernel refuses it: {said[5:].decode()}")
         assert said == b"ready", (home / "output").read_text()
         yield process
+
+
+def _end_group(leader: int) -> None:
+    """End a process and its children, as far as they have not ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _read_all(fd: int) -> bytes:

@@ -24,7 +24,7 @@ from snapagent.workload import (
     MemoryRefused,
     MemoryReleased,
     NotTheOwner,
-    host_memory,
+    external_memory,
 )
 from tests.support.external import broker_process
 from tests.support.supervised import has_ended
@@ -333,7 +333,7 @@ def test_lost_answers_to_a_release_change_nothing(
 
     Method: stop the broker while it is asked, so that it does later what nobody waits for.
     """
-    monkeypatch.setattr(host_memory, "_ANSWER_S_MAX", 0.3)
+    monkeypatch.setattr(external_memory, "_ANSWER_S_MAX", 0.3)
     with broker_process(path) as process, make(path) as memory:
         block = memory.allocate(5000)
         block.buffer[:] = b"x" * 5000
@@ -343,13 +343,13 @@ def test_lost_answers_to_a_release_change_nothing(
                 memory.release()
             assert bytes(block.buffer) == b"x" * 5000
             process.process.send_signal(signal.SIGCONT)
-            monkeypatch.setattr(host_memory, "_ANSWER_S_MAX", 10.0)
+            monkeypatch.setattr(external_memory, "_ANSWER_S_MAX", 10.0)
             other = memory.allocate(10 * MIB)
             memory.release()
             memory.resume(10)
             assert bytes(block.buffer) == b"x" * 5000
             other.free()
-            monkeypatch.setattr(host_memory, "_ANSWER_S_MAX", 0.3)
+            monkeypatch.setattr(external_memory, "_ANSWER_S_MAX", 0.3)
             memory.release()
             memory.resume(10)
 
