@@ -189,7 +189,10 @@ class CaptureDone(_Answer, frozen=True):
 class RestoreDone(_Answer, frozen=True):
     """What a restore did; times in seconds from when it was begun.
 
-    `external_s` is when all external memory was there, if there is any.
+    `external_s` is when all external memory was there, if there is any. `external_sources` says
+    how much of it came from the `store`, from where the node's `cache` has it decoded, and from
+    files of that whose pages were `registered` with the CUDA driver; `gpu_bottleneck` whether
+    filling GPUs waited to `read`, `copy` or `hash`.
     """
 
     name: str
@@ -205,7 +208,9 @@ class RestoreDone(_Answer, frozen=True):
     eager_bytes: int
     shared_bytes: int
     external_bytes: int
+    external_sources: dict[str, int]
     external_s: float | None
+    gpu_bottleneck: str | None
     lazy: dict[str, int | float | None]
     bottleneck: str
 
@@ -311,6 +316,7 @@ class HistoryOutcome(_Answer, frozen=True):
     source_bytes: dict[str, int] = {}
     faults: int | None = None
     bottleneck: str | None = None
+    gpu_bottleneck: str | None = None
     error: str | None = None
     message: str | None = None
 

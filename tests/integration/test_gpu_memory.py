@@ -12,12 +12,15 @@ import snapstore
 from snapagent.capture import CaptureRequest, CaptureResult, capture, find_obstacles
 from snapagent.errors import PreflightFailed
 from snapagent.gpu.driver import Driver
+from snapagent.gpu.engine import GpuSettings
 from snapagent.memory.broker import MemoryBroker
+from snapagent.memory.warming import warm_external
 from snapagent.restore import Restoration, RestoreRequest, RestoreResult
 from snapagent.supervision import Place
-from snapstore import Compression, StoreOptions
+from snapstore import Compression, NodeCache, StoreOptions
 from snapstore.errors import BackendError
 from tests.support.agent import Agent
+from tests.support.blake3_host import emulated_kernels
 from tests.support.external import ExternalWorkload
 from tests.support.gpu import emulated_driver, emulated_environment
 from tests.support.network_locks import without_network_locks
@@ -310,3 +313,73 @@ def test_too_little_memory_is_refused_before_anything_is_begun(
     ):
         restoration.start()
     driver.release_memory(handle)
+
+
+@pytest.fixture
+def streaming_broker(short_dir: Path, driver: Driver) -> Iterator[MemoryBroker]:
+    """A broker whose GPUs hash, and that may lock pages of a cache."""
+    settings = GpuSettings(workers=2, code=emulated_kernels(), registered_bytes=DEVICE_BYTES)
+    with MemoryBroker(short_dir / "memory.sock", gpu=settings) as running:
+        yield running
+
+
+def test_the_second_restore_reads_nothing_of_it_from_the_store(
+    agent: Agent, streaming_broker: MemoryBroker, short_dir: Path, seed: int, memory_directory: Path
+) -> None:
+    """Goal: what was restored once comes from the node's cache, fetched by the GPU alone.
+
+    Method: restore, warm, and move the store's packs away: what else is needed of them is in the
+    cache since the first restore. Then damage the cache in memory, with the packs back.
+    """
+    broker = streaming_broker
+    home = short_dir / "home"
+    home.mkdir()
+    cache = short_dir / "cache"
+    NodeCache.init(
+        cache, budget_bytes=DEVICE_BYTES, memory=memory_directory, memory_budget_bytes=DEVICE_BYTES
+    ).close()
+    options = StoreOptions(node_cache=cache)
+    variables = emulated_environment(devices=2, memory=DEVICE_BYTES, seed=seed)
+    packs = Path(agent.url.removeprefix("file://"), "packs")
+    request = RestoreRequest(name=NAME, place=FRESH, broker=broker)
+
+    def again(expected: str) -> dict[str, int]:
+        with (
+            snapstore.open_store(agent.url, options) as store,
+            Restoration(store, request, agent.config) as restoration,
+        ):
+            restored = restoration.run()
+        assert workload.ask("resume") == "resumed"
+        assert workload.ask("digest") == expected
+        workload.end()
+        wait_until(lambda: not broker.status(), "the memory is freed")
+        return restored.external_sources
+
+    with (
+        without_network_locks(),
+        ExternalWorkload(
+            home, broker.path, size_mib=SIZE_MIB, program=PROGRAM, variables=variables
+        ) as workload,
+    ):
+        before = workload.ask("digest")
+        workload.ask("release")
+        take(agent, broker, workload.pid, stop=True)
+        sources = again(before)
+        assert sources["store"] >= SIZE_MIB * MIB
+        assert sources["cache"] == sources["registered"] == 0
+        with snapstore.open_store(agent.url, options) as store:
+            snapshot = store.snapshot(NAME)
+            warmed = warm_external(snapshot, broker.gpus)
+            assert warmed.cached_bytes == warmed.registered_bytes >= SIZE_MIB * MIB
+            assert warm_external(snapshot, broker.gpus) == warmed
+        packs.rename(short_dir / "packs")
+        sources = again(before)
+        assert sources["registered"] >= SIZE_MIB * MIB
+        assert sources["store"] == sources["cache"] == 0
+        (short_dir / "packs").rename(packs)
+        for path in memory_directory.iterdir():
+            with path.open("r+b") as file:
+                file.seek(MIB)
+                file.write(b"damage")
+        sources = again(before)
+        assert sources["store"] >= SIZE_MIB * MIB
