@@ -373,8 +373,37 @@ class MemoryStatus(_Answer, frozen=True):
     size_bytes: int
 
 
+class GpuStatus(_Answer, frozen=True):
+    """What the daemon has of one GPU.
+
+    What is not `ready` is made when it is first needed. `hashes` tells whether chunks are hashed on
+    the GPU; if not, `without_kernels` says why.
+    """
+
+    uuid: str
+    model: str
+    ready: bool
+    workers: int
+    pinned_bytes: int
+    hashes: bool
+    without_kernels: str | None
+    last_fill_bottleneck: str | None
+
+
+class GpusStatus(_Answer, frozen=True):
+    """What the daemon has of GPUs, and how much of the node's cache is page-locked for them.
+
+    `warming` counts snapshots that are still to be put into the cache.
+    """
+
+    gpus: list[GpuStatus]
+    registered_bytes: int
+    registered_bytes_max: int
+    warming: int
+
+
 class Status(_Answer, frozen=True):
-    """The daemon itself. Without `memory`, it has no broker."""
+    """The daemon itself. Without `memory`, it has no broker; without `gpu`, it has used no GPU."""
 
     version: str
     pid: int
@@ -385,4 +414,5 @@ class Status(_Answer, frozen=True):
     stores_open: list[str]
     jobs: dict[str, dict[str, int]]
     memory: MemoryStatus | None
+    gpu: GpusStatus | None
     found_at_start: Found

@@ -165,9 +165,8 @@ class GpuEngines:
 
     @property
     def made(self) -> list[GpuEngine]:
-        """Those that were made."""
-        with self._lock:
-            return [*self._made.values()]
+        """Those that were made; does not wait for one that is being made."""
+        return [*self._made.values()]
 
     def prepare(self, driver: Driver) -> None:
         """Make those of all GPUs now, so that the first restore does not wait for it.

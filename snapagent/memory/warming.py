@@ -59,6 +59,8 @@ def warm_external(
         with kept:
             if not _fill(kept, stop):
                 continue
+            if stop is not None and stop.is_set():
+                break
             cached_bytes += kept.size_bytes
             engines = gpus.engines.made
             if engines and gpus.engines.registered.add(kept, engines[0].gpu):
