@@ -189,7 +189,10 @@ class CaptureDone(_Answer, frozen=True):
 class RestoreDone(_Answer, frozen=True):
     """What a restore did; times in seconds from when it was begun.
 
-    `external_s` is when all external memory was there, if there is any.
+    `external_s` is when all external memory was there, if there is any. `external_sources` says
+    how much of it came from the `store`, from where the node's `cache` has it decoded, and from
+    files of that whose pages were `registered` with the CUDA driver; `gpu_bottleneck` whether
+    filling GPUs waited to `read`, `copy` or `hash`.
     """
 
     name: str
@@ -205,7 +208,9 @@ class RestoreDone(_Answer, frozen=True):
     eager_bytes: int
     shared_bytes: int
     external_bytes: int
+    external_sources: dict[str, int]
     external_s: float | None
+    gpu_bottleneck: str | None
     lazy: dict[str, int | float | None]
     bottleneck: str
 
@@ -311,6 +316,7 @@ class HistoryOutcome(_Answer, frozen=True):
     source_bytes: dict[str, int] = {}
     faults: int | None = None
     bottleneck: str | None = None
+    gpu_bottleneck: str | None = None
     error: str | None = None
     message: str | None = None
 
@@ -367,8 +373,37 @@ class MemoryStatus(_Answer, frozen=True):
     size_bytes: int
 
 
+class GpuStatus(_Answer, frozen=True):
+    """What the daemon has of one GPU.
+
+    What is not `ready` is made when it is first needed. `hashes` tells whether chunks are hashed on
+    the GPU; if not, `without_kernels` says why.
+    """
+
+    uuid: str
+    model: str
+    ready: bool
+    workers: int
+    pinned_bytes: int
+    hashes: bool
+    without_kernels: str | None
+    last_fill_bottleneck: str | None
+
+
+class GpusStatus(_Answer, frozen=True):
+    """What the daemon has of GPUs, and how much of the node's cache is page-locked for them.
+
+    `warming` counts snapshots that are still to be put into the cache.
+    """
+
+    gpus: list[GpuStatus]
+    registered_bytes: int
+    registered_bytes_max: int
+    warming: int
+
+
 class Status(_Answer, frozen=True):
-    """The daemon itself. Without `memory`, it has no broker."""
+    """The daemon itself. Without `memory`, it has no broker; without `gpu`, it has used no GPU."""
 
     version: str
     pid: int
@@ -379,4 +414,5 @@ class Status(_Answer, frozen=True):
     stores_open: list[str]
     jobs: dict[str, dict[str, int]]
     memory: MemoryStatus | None
+    gpu: GpusStatus | None
     found_at_start: Found

@@ -57,6 +57,7 @@ CONFIG_BYTES_MAX: Final = 1 << 20
 
 _CHECKOUT_CRIU = Path(__file__).parent.parent / "tools" / "criu" / "criu"
 _BROKER_SIZES = ("broker_bytes", "broker_process_bytes", "broker_gpu_bytes")
+_GPU_SIZES = ("gpu_pinned_bytes", "gpu_registered_bytes")
 _SOCKET_PATH_BYTES_MAX = 107
 """`sun_path`, less its NUL."""
 _SOCKET_NAME = "agent.sock"
@@ -253,15 +254,37 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     broker_regions: Annotated[
         int, msgspec.Meta(ge=1, le=1 << 20, description="Pieces in all, each of them an open file")
     ] = 16384
+    gpu_prepare: Annotated[
+        bool,
+        msgspec.Meta(
+            description="Whether the daemon makes at its start what each GPU needs, which takes "
+            "0.6 GB of its memory; else with the first restore"
+        ),
+    ] = True
+    gpu_workers: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=256, description="Threads for each GPU; 0: its share of the cores"),
+    ] = 0
+    gpu_pinned_bytes: Annotated[
+        str,
+        msgspec.Meta(description="Page-locked memory for each GPU; empty: 8 MiB for each thread"),
+    ] = ""
+    gpu_registered_bytes: Annotated[
+        str,
+        msgspec.Meta(description="Of the node's cache, page-locked for all GPUs; empty: nothing"),
+    ] = ""
+    gpu_check_all: Annotated[
+        bool, msgspec.Meta(description="Whether the processor hashes again all that GPUs hashed")
+    ] = False
     rules: Annotated[
         tuple[Rule, ...],
         msgspec.Meta(max_length=1024, description="Who may do what, see below; root may all"),
     ] = ()
 
     def __post_init__(self) -> None:
-        for key in ("memory", "cache", *_BROKER_SIZES):
+        for key in ("memory", "cache", *_BROKER_SIZES, *_GPU_SIZES):
             value = getattr(self, key)
-            if not value and key.startswith("broker"):
+            if not value and key not in {"memory", "cache"}:
                 continue
             try:
                 parse_bytes(value)

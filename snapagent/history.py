@@ -55,6 +55,7 @@ class Outcome:
         source_bytes: How much came from where: `store`, `cache`, `zeros`.
         faults: Page faults that were served.
         bottleneck: Which part the others waited for.
+        gpu_bottleneck: Which step of filling GPUs the others waited for.
         error: The word of the error, its class; none if it went well.
         message: What the error said.
     """
@@ -65,6 +66,7 @@ class Outcome:
     source_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     faults: int | None = None
     bottleneck: str | None = None
+    gpu_bottleneck: str | None = None
     error: str | None = None
     message: str | None = None
 
@@ -325,6 +327,7 @@ def _entry(fields: Mapping[str, object]) -> Entry:
         source_bytes={key: int(value) for key, value in _numbers(fields, "source_bytes").items()},
         faults=None if (faults := _number(fields.get("faults"))) is None else int(faults),
         bottleneck=_text(fields, "bottleneck"),
+        gpu_bottleneck=_text(fields, "gpu_bottleneck"),
         error=_text(fields, "error"),
         message=_text(fields, "message"),
     )

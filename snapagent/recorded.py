@@ -97,10 +97,11 @@ def recorded_restore(
                 "faults": lazy.fault_bytes,
                 "fill": lazy.fill_bytes,
                 "zeros": lazy.zero_bytes,
-                "external": result.external_bytes,
+                **{f"external_{name}": count for name, count in result.external_sources.items()},
             },
             faults=lazy.faults,
             bottleneck=result.bottleneck,
+            gpu_bottleneck=result.gpu_bottleneck,
         )
         return result
 

@@ -139,7 +139,11 @@ class RestoreResult:
         eager_bytes: Loaded by CRIU before the processes ran.
         shared_bytes: Of these, shared memory, which cannot be lazy.
         external_bytes: Data of external memory, which was filled beside CRIU.
+        external_sources: Of these, what came from the `store`, from where the node's `cache` has it
+            decoded, and from files of that whose pages were `registered` with the driver.
         external_s: When all of that was in place; none without external memory.
+        gpu_bottleneck: What filling memory of GPUs waited for, on the slowest of them: `read`,
+            `copy` or `hash`; none without any.
         lazy: What was filled by userfaultfd, and how.
         bottleneck: Where most of the time went.
     """
@@ -157,7 +161,9 @@ class RestoreResult:
     eager_bytes: int
     shared_bytes: int
     external_bytes: int
+    external_sources: dict[str, int]
     external_s: float | None
+    gpu_bottleneck: str | None
     lazy: LazyStats
     bottleneck: str
 
@@ -556,7 +562,9 @@ class Restoration:
             eager_bytes=self._facts.eager_bytes,
             shared_bytes=self._facts.shared_bytes,
             external_bytes=self._external.done_bytes if self._external is not None else 0,
+            external_sources=self._external.sources if self._external is not None else {},
             external_s=self._external_s(),
+            gpu_bottleneck=self._external.gpu_bottleneck if self._external is not None else None,
             lazy=stats,
             bottleneck=self._bottleneck(stats),
         )

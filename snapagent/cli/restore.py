@@ -150,7 +150,13 @@ def _text(done: RestoreDone) -> str:
     external = ""
     if done.external_s is not None:
         size = format_bytes(done.external_bytes)
-        external = f"  {size} of external memory, whole after {done.external_s:.2f} s\n"
+        external = f"  {size} of external memory, whole after {done.external_s:.2f} s"
+        cached = done.external_sources["cache"] + done.external_sources["registered"]
+        if cached:
+            external += f", {format_bytes(cached)} of it from the node's cache"
+        if done.gpu_bottleneck is not None:
+            external += f"; GPUs waited for: {done.gpu_bottleneck}"
+        external += "\n"
     return (
         f"{done.name} runs as process {done.root_pid}: it could answer after "
         f"{done.running_s:.2f} s, and was whole after {done.total_s:.2f} s\n"

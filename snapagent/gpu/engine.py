@@ -163,6 +163,11 @@ class GpuEngines:
                 self._made[uuid] = found
             return found
 
+    @property
+    def made(self) -> list[GpuEngine]:
+        """Those that were made; does not wait for one that is being made."""
+        return [*self._made.values()]
+
     def prepare(self, driver: Driver) -> None:
         """Make those of all GPUs now, so that the first restore does not wait for it.
 

@@ -38,6 +38,11 @@ class GpuMemory:
                 self._driver = load_driver()
             return self._driver
 
+    @property
+    def loaded(self) -> Driver | None:
+        """The driver, if somebody has needed it already; does not wait for its being loaded."""
+        return self._driver
+
     def granularity(self, uuid: str) -> int:
         """Of what lengths on a GPU are multiples.
 

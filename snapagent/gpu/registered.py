@@ -1,7 +1,7 @@
 """Files of a node cache whose pages are locked, so that GPUs fetch them without the processor.
 
-Locking takes a tenth of a second for each gibibyte, so a file that was locked stays so for the next
-restore, as long as the budget lasts.
+Locking takes a tenth of a second for each gibibyte, more than reading it once, so nobody waits for
+it: it is done after a restore, for the next ones, and stays as long as the budget lasts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Key = tuple[int, int, int]
 
 
 class CachedBytes(Protocol):
-    """A file that a cache keeps: decoded, checked, and as long as it is used not taken away."""
+    """A file as a cache keeps it: decoded, checked, and as long as it is open not taken away."""
 
     @property
     def fd(self) -> int:
@@ -46,10 +46,18 @@ class CachedBytes(Protocol):
         """Tell whether all of a range is there."""
         ...
 
+    def hold(self) -> int:
+        """Return a writable descriptor with which it is not taken away; raises `OSError`."""
+        ...
+
+    def discard(self) -> None:
+        """Forget it: it is damaged."""
+        ...
+
 
 @dataclass(eq=False, slots=True)
 class RegisteredFile:
-    """A mapped file with locked pages.
+    """A mapped file with locked pages, which its cache keeps for as long.
 
     Attributes:
         address: Where its first byte is.
@@ -59,8 +67,16 @@ class RegisteredFile:
     address: int
     length: int
     mapping: mmap.mmap
+    fd: int
     gpu: Gpu
     users: int = 0
+    is_dropped: bool = False
+
+    def give_up(self) -> None:
+        """Unlock and unmap it, and then let its cache have it."""
+        self.gpu.host_unregister(self.address)
+        self.mapping.close()
+        os.close(self.fd)
 
 
 class RegisteredFiles:
@@ -72,9 +88,10 @@ class RegisteredFiles:
         Args:
             budget_bytes: How much may be locked; 0 for nothing.
         """
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._lock = threading.Lock()
         self._files: collections.OrderedDict[_Key, RegisteredFile] = collections.OrderedDict()
+        self._coming: set[_Key] = set()
         self._bytes = 0
 
     def __enter__(self) -> Self:
@@ -83,78 +100,133 @@ class RegisteredFiles:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def locked_bytes(self) -> int:
+        """How much is locked now, or about to be."""
+        with self._lock:
+            return self._bytes
+
     def close(self) -> None:
         """Give up all that nobody uses. Idempotent."""
-        with self._lock:
-            self._make_room(self._budget_bytes)
+        self._give_up(self._unused(self.budget_bytes))
 
     @contextlib.contextmanager
-    def lend(self, cached: CachedBytes, gpu: Gpu) -> Iterator[RegisteredFile | None]:
-        """Lend a file that is wholly in the cache; None if it is not, or there is no room.
-
-        Locks its pages if they are not locked yet, which takes its time. All GPUs can use it.
+    def lend(self, cached: CachedBytes) -> Iterator[RegisteredFile | None]:
+        """Lend a file if it is locked. Waits for nothing. All GPUs can use it.
 
         Args:
             cached: Stays open meanwhile.
-            gpu: By which to lock it.
         """
-        found = self._take(cached, gpu)
+        key = _key_of(cached)
+        with self._lock:
+            found = None if key is None else self._files.get(key)
+            if found is not None and key is not None:
+                self._files.move_to_end(key)
+                found.users += 1
         try:
             yield found
         finally:
             if found is not None:
                 with self._lock:
                     found.users -= 1
+                    is_last = found.is_dropped and not found.users
+                if is_last:
+                    found.give_up()
 
-    def _take(self, cached: CachedBytes, gpu: Gpu) -> RegisteredFile | None:
-        if cached.fd < 0 or not cached.size_bytes or not cached.filled(0, cached.size_bytes):
-            return None
-        stat = os.fstat(cached.fd)
-        length = align_up(cached.size_bytes, PAGE_BYTES)
-        if stat.st_size < length:
-            return None  # It could not be mapped to its end.
-        key = (stat.st_dev, stat.st_ino, length)
+    def add(self, cached: CachedBytes, gpu: Gpu) -> bool:
+        """Lock a file that is wholly in the cache, which takes its time; others need not wait.
+
+        All of it takes memory then, holes as well.
+
+        Args:
+            cached: May be closed afterwards.
+            gpu: By which to lock it; stays open for as long as this does.
+
+        Returns:
+            Whether it is locked now.
+        """
+        key = _key_of(cached)
+        if key is None or not cached.filled(0, cached.size_bytes):
+            return False
+        length = key[2]
         with self._lock:
-            found = self._files.get(key)
-            if found is None:
-                if not self._make_room(length):
-                    return None
-                found = _register(cached.fd, length, gpu)
-                if found is None:
-                    return None
-                self._files[key] = found
-                self._bytes += length
-            self._files.move_to_end(key)
-            found.users += 1
-            return found
+            if key in self._files or key in self._coming:
+                return key in self._files
+            if length > self.budget_bytes:
+                return False
+            given_up = self._take_unused(length)
+            if self._bytes + length > self.budget_bytes:
+                # What was taken away stays so: its turn had come.
+                length = 0
+            self._bytes += length
+            self._coming.add(key)
+        made = None
+        try:
+            self._give_up(given_up)
+            made = _register(cached, length, gpu) if length else None
+        finally:
+            with self._lock:
+                self._coming.discard(key)
+                if made is not None:
+                    self._files[key] = made
+                else:
+                    self._bytes -= length
+        return made is not None
 
-    def _make_room(self, length: int) -> bool:
-        """Give up what nobody uses until there is room; returns whether there is."""
+    def drop(self, cached: CachedBytes) -> None:
+        """Give a file up, as soon as nobody uses it: it is damaged."""
+        key = _key_of(cached)
+        with self._lock:
+            found = None if key is None else self._files.pop(key, None)
+            if found is None:
+                return
+            self._bytes -= found.length
+            found.is_dropped = True
+            is_unused = not found.users
+        if is_unused:
+            found.give_up()
+
+    def _unused(self, length: int) -> list[RegisteredFile]:
+        with self._lock:
+            return self._take_unused(length)
+
+    def _take_unused(self, length: int) -> list[RegisteredFile]:
+        """Take away what nobody uses until there is room, or nothing is left to take."""
+        taken = []
         for key in [*self._files]:
-            if self._bytes + length <= self._budget_bytes:
+            if self._bytes + length <= self.budget_bytes:
                 break
             if not self._files[key].users:
-                given_up = self._files.pop(key)
-                self._bytes -= given_up.length
-                given_up.gpu.host_unregister(given_up.address)
-                given_up.mapping.close()
-        return self._bytes + length <= self._budget_bytes
+                taken.append(self._files.pop(key))
+                self._bytes -= taken[-1].length
+        return taken
+
+    @staticmethod
+    def _give_up(files: list[RegisteredFile]) -> None:
+        for one in files:
+            one.give_up()
 
 
-def _register(fd: int, length: int, gpu: Gpu) -> RegisteredFile | None:
-    # Only pages that can be written to are locked without being copied; nobody does write.
-    try:
-        writable = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+def _key_of(cached: CachedBytes) -> _Key | None:
+    if cached.fd < 0 or not cached.size_bytes:
         return None
-    try:
-        mapping = mmap.mmap(writable, length)
-    finally:
-        os.close(writable)
-    address = address_of(memoryview(mapping))
-    try:
-        gpu.host_register(address, length)
-    except GpuFailed:
-        mapping.close()
-        return None
-    return RegisteredFile(address, length, mapping, gpu)
+    stat = os.fstat(cached.fd)
+    # A mapping of huge pages has whole ones.
+    length = align_up(cached.size_bytes, max(PAGE_BYTES, os.fstatvfs(cached.fd).f_bsize))
+    # Else it could not be mapped to its end.
+    return (stat.st_dev, stat.st_ino, length) if stat.st_size >= length else None
+
+
+def _register(cached: CachedBytes, length: int, gpu: Gpu) -> RegisteredFile | None:
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = cached.hold()
+            stack.callback(os.close, fd)
+            mapping = mmap.mmap(fd, length)
+            stack.callback(mapping.close)
+            address = address_of(memoryview(mapping))
+            gpu.host_register(address, length)
+        except (OSError, GpuFailed):
+            return None
+        stack.pop_all()
+        return RegisteredFile(address, length, mapping, fd, gpu)

@@ -3,7 +3,8 @@
 Some threads each take the next piece, in the order in which pieces lie in the store: read it into a
 slot of page-locked memory, check it there or not at all, and let the GPU fetch it while they read
 the next one. What is checked on the GPU instead is hashed there when a file is whole. What lies in
-page-locked memory already, as in a registered cache, is fetched from there by the GPU alone.
+page-locked memory already, as in a registered cache, is fetched from there by the GPU alone; what a
+cache has that is not registered is read from there instead of from the store.
 
 Python's interpreter runs one thread at a time, so everything that can be known of a piece before is
 in the plan: beside reading, hashing and copying, which let others run, a piece costs microseconds.
@@ -17,7 +18,7 @@ import functools
 import os
 import queue
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
 from xxhash import xxh3_128_digest
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from snapstore import FilePiece, SnapshotFile
     from snapstore.ids import PackId
 
-__all__ = ["DirectSource", "GpuStream", "StreamReport", "StreamTarget"]
+__all__ = ["DirectSource", "GpuStream", "ReadySource", "StreamReport", "StreamTarget"]
 
 _SLOTS_PER_WORKER: Final = 2
 _BATCH_PIECES: Final = 4
@@ -56,6 +57,19 @@ class DirectSource(Protocol):
         ...
 
 
+class ReadySource(Protocol):
+    """A file of which parts lie decoded in another file, checked when they were put there."""
+
+    @property
+    def fd(self) -> int:
+        """For reading those that are `filled`, at the offsets that they have in the file."""
+        ...
+
+    def filled(self, offset: int, length: int) -> bool:
+        """Tell whether all of a range is there."""
+        ...
+
+
 class StreamTarget(NamedTuple):
     """A file, and where in the GPU's memory it goes.
 
@@ -64,12 +78,14 @@ class StreamTarget(NamedTuple):
         file: Opened from the snapshot; what its store was opened with says what is checked.
         address: Of the GPU's memory, which has at least as many bytes as the file.
         source: Where the file lies ready, if it does.
+        ready: Where else parts of it may lie decoded.
     """
 
     rank: int | str
     file: SnapshotFile
     address: int
     source: DirectSource | None = None
+    ready: ReadySource | None = None
 
 
 @dataclass(slots=True)
@@ -80,31 +96,54 @@ class StreamReport:
         gpu: Its UUID.
         bytes: Of data that arrived; zeros do not count.
         zero_bytes: That the GPU filled in by itself.
-        direct_bytes: Of `bytes`, those fetched from where they lay ready.
+        direct_bytes: Of `bytes`, those fetched from page-locked memory where they lay ready.
+        ready_bytes: Of `bytes`, those read from where they lay decoded.
         hashed_bytes: That were hashed on the GPU.
         seconds: From the first to the last.
         threads: How many worked.
         read_s: What threads took to read, check and decode.
         wait_s: What they waited for the GPU to fetch.
         hash_s: What hashing on the GPU took.
+        suspects: Numbers of targets that came damaged, not from the store alone. Nobody was told
+            that they are done: fill them again without `source` and `ready`.
     """
 
     gpu: str
     bytes: int = 0
     zero_bytes: int = 0
     direct_bytes: int = 0
+    ready_bytes: int = 0
     hashed_bytes: int = 0
     seconds: float = 0.0
     threads: int = 0
     read_s: float = 0.0
     wait_s: float = 0.0
     hash_s: float = 0.0
+    suspects: list[int] = field(default_factory=list)
+
+    @property
+    def store_bytes(self) -> int:
+        """Of `bytes`, those that came from the store."""
+        return self.bytes - self.direct_bytes - self.ready_bytes
+
+    def add(self, other: StreamReport) -> None:
+        """Take over what a later stream into the same GPU did."""
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.threads = max(self.threads, other.threads)
+        self.suspects += other.suspects
 
     @property
     def bottleneck(self) -> str:
         """Which step the others waited for: `read`, `copy` or `hash`."""
         steps = {"read": self.read_s, "copy": self.wait_s, "hash": self.hash_s}
         return max(steps, key=lambda step: steps[step])
+
+
+_SUMMED: Final = (
+    *("bytes", "zero_bytes", "direct_bytes", "ready_bytes", "hashed_bytes"),
+    *("seconds", "read_s", "wait_s", "hash_s"),
+)
 
 
 @dataclass(slots=True)
@@ -125,9 +164,10 @@ class _Item(NamedTuple):
     Attributes:
         to: Where it goes, in the GPU's memory.
         length: Bytes.
-        source: Its address, if it lies ready.
-        piece: In the file, unless it lies ready.
-        at: Where in its pack it is, if the processor has to do no more than read it, else -1.
+        source: Its address, if it lies in page-locked memory.
+        piece: In the file, unless it lies ready, there or decoded in a file.
+        at: Where in its pack it is, if the processor has to do no more than read it, else -1;
+            where in the file it is, if it lies decoded.
         checksum: XXH3-128 that it must have; empty if the GPU checks it.
     """
 
@@ -312,7 +352,11 @@ class _Run:
             report = self.report
             report.bytes += data
             report.zero_bytes += sum(item.length for item in items) - data
-            report.direct_bytes += sum(item.length for item in items if item.piece is None)
+            for item in items:
+                if item.piece is None and item.source:
+                    report.direct_bytes += item.length
+                elif item.piece is None:
+                    report.ready_bytes += item.length
             target.left -= len(items)
             is_whole = not target.left
         if data:
@@ -329,6 +373,10 @@ class _Run:
             with self._lock:
                 self.report.hash_s += self.clock.monotonic_s() - begin
                 self.report.hashed_bytes += what.file.size_bytes
+            if wrong is not None and (what.source is not None or what.ready is not None):
+                with self._lock:
+                    self.report.suspects.append(target.number)
+                return
             if wrong is not None:
                 raise _damage_on_gpu(what, wrong, self.report.gpu)
         self._target_done(target.number)
@@ -449,8 +497,13 @@ class _Worker:
     def _begin(self, place: int, target: _Target, item: _Item, fd: int | None) -> None:
         """Read a piece, unless it lies ready, and let the GPU fetch it."""
         piece, slot = item.piece, self._slots[place]
-        if piece is None:
+        if piece is None and item.source:
             self._lane.copy_in(place, item.to, item.source, item.length)
+        elif piece is None:
+            begin = self._clock.monotonic_s()
+            _read_ready(target.what, item, slot.view)
+            self.read_s += self._clock.monotonic_s() - begin
+            self._lane.copy_in(place, item.to, slot.address, item.length)
         elif piece.is_zeros:
             self._lane.fill(place, item.to, 0, item.length)
         else:
@@ -479,6 +532,15 @@ def _read_raw(item: _Item, fd: int, slot: memoryview) -> bool:
     return not item.checksum or xxh3_128_digest(view) == item.checksum
 
 
+def _read_ready(what: StreamTarget, item: _Item, slot: memoryview) -> None:
+    """Read what lies decoded, or what it stands for if that cannot be read any more."""
+    with slot[: item.length] as view:
+        with contextlib.suppress(OSError):
+            if what.ready is not None and os.preadv(what.ready.fd, [view], item.at) == item.length:
+                return
+        view[:] = what.file.read_exactly(item.at, item.length)
+
+
 def _plan_target(number: int, what: StreamTarget, hasher: PieceHasher | None) -> _Target:
     """Decide who checks a file: the GPU all chunks afterwards, or the processor on the way."""
     chunks = None
@@ -501,12 +563,17 @@ def _batches_of(target: _Target, part_bytes: int) -> list[tuple[int, _Batch]]:
             item = _Item(what.address + offset, length, source.address + offset, None)
             found.append((-1, _Batch(target, [item], None)))
         return found
+    ready = what.ready if is_checked else None
     pieces = what.file.pieces()
     if target.check is not ReadCheck.NOTHING or not _has_descriptors(what.file, pieces):
         part_bytes = SLOT_BYTES
     batches: list[tuple[int, _Batch]] = []
     last, joined = None, 0
     for piece in pieces:
+        if ready is not None and not piece.is_zeros and ready.filled(piece.offset, piece.length):
+            batches.append((-1, _Batch(target, _ready_items(target, piece, part_bytes), None)))
+            last = None
+            continue
         pack, items = _items_of(target, piece, part_bytes)
         if last is not None and pack is not None and last.pack == pack and joined < _BATCH_PIECES:
             last.items.extend(items)
@@ -524,6 +591,14 @@ def _has_descriptors(file: SnapshotFile, pieces: list[FilePiece]) -> bool:
     if fd is not None:
         os.close(fd)
     return fd is not None
+
+
+def _ready_items(target: _Target, piece: FilePiece, part_bytes: int) -> list[_Item]:
+    begin, to = piece.offset, target.what.address + piece.offset
+    return [
+        _Item(to + at, min(part_bytes, piece.length - at), 0, None, begin + at)
+        for at in range(0, piece.length, part_bytes)
+    ]
 
 
 def _items_of(
@@ -574,7 +649,7 @@ def _damage_on_gpu(what: StreamTarget, place: ChunkPlace, gpu: str) -> Integrity
     words = _words(what, place)
     try:
         # Through the processor, which checks the frame first, and then the chunk.
-        what.file.read_at(place.offset, place.length)
+        what.file.read_exactly(place.offset, place.length)
     except (FormatError, IntegrityError) as error:
         return DigestMismatch(f"{words}: {error}", next_step=error.next_step)
     return DigestMismatch(

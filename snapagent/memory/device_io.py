@@ -10,7 +10,9 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from snapagent.gpu.driver import address_of
+from snapagent.gpu.stream import StreamReport
 from snapagent.memory.buffers import BUFFER_BYTES
+from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +45,7 @@ class DeviceIO(Protocol):
         stop: threading.Event,
         region_done: Callable[[FillWork], None],
         progress: Callable[[int], None],
-    ) -> None:
+    ) -> StreamReport:
         """Fill regions. Returns when all are filled, or soon after `stop` was set.
 
         Every byte is written, zeros as well: device memory is not known to be zeros.
@@ -53,6 +55,9 @@ class DeviceIO(Protocol):
             stop: Set by others when the restore has failed.
             region_done: Told of each region when all of it is there and was checked; on any thread.
             progress: Told of bytes of data that are in their place; on any thread.
+
+        Returns:
+            Where the bytes came from, and what took the time.
 
         Raises:
             IntegrityError: Data are damaged; nothing of that is told to be done.
@@ -87,19 +92,29 @@ class SimpleDeviceIO:
         stop: threading.Event,
         region_done: Callable[[FillWork], None],
         progress: Callable[[int], None],
-    ) -> None:
+    ) -> StreamReport:
         """Fill regions; see `DeviceIO`."""
+        report = StreamReport(self._gpu.device.uuid, threads=1)
+        clock = SystemClock()
+        begin_s = clock.monotonic_s()
         for one in work:
             with self._gpu.mapped(one.region.fd, one.region.length) as address:
-                self._fill(one, address, stop, progress)
+                self._fill(one, address, stop, progress, report)
             if stop.is_set():
-                return
+                break
             region_done(one)
+        report.seconds = clock.monotonic_s() - begin_s
+        return report
 
     def _fill(
-        self, one: FillWork, address: int, stop: threading.Event, progress: Callable[[int], None]
+        self,
+        one: FillWork,
+        address: int,
+        stop: threading.Event,
+        progress: Callable[[int], None],
+        report: StreamReport,
     ) -> None:
-        gpu = self._gpu
+        gpu, clock = self._gpu, SystemClock()
         assert self._buffers is not None, "given to those who fill"
         stream = gpu.stream_create()
         with contextlib.ExitStack() as stack:
@@ -109,6 +124,7 @@ class SimpleDeviceIO:
             for extent in one.file.ranges(about_bytes=_PART_BYTES):
                 if extent.is_zeros:
                     gpu.fill(address + extent.offset, 0, extent.length, stream)
+                    report.zero_bytes += extent.length
                     continue
                 end = extent.offset + extent.length
                 for offset in range(extent.offset, end, BUFFER_BYTES):
@@ -116,9 +132,14 @@ class SimpleDeviceIO:
                         return
                     length = min(BUFFER_BYTES, end - offset)
                     with self._buffers.borrow() as buffer, buffer[:length] as view:
+                        begin_s = clock.monotonic_s()
                         one.file.read_into(offset, view, streaming=True)
+                        read_s = clock.monotonic_s()
                         gpu.copy_in(address + offset, address_of(view), length, stream)
                         gpu.stream_synchronize(stream)
+                        report.read_s += read_s - begin_s
+                        report.wait_s += clock.monotonic_s() - read_s
+                    report.bytes += length
                     progress(length)
 
     def store(self, region: LentRegion, file: FileWriter, *, stop: threading.Event) -> None:

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from snapagent.gpu.driver import Gpu
+    from snapagent.gpu.stream import StreamReport
     from snapagent.memory.device_io import DeviceIO
     from snapagent.memory.lent import Admissions, AdmittedSession, LentRegion
     from snapagent.memory.placement import Rank, SessionPlace
-    from snapstore import Snapshot, SnapshotFile
+    from snapstore import CachedFile, Snapshot, SnapshotFile
 
 __all__ = ["RegionFill", "read_places"]
 
@@ -95,8 +96,14 @@ class _Part:
     offset: int
     length: int
     file: SnapshotFile
+    kept: CachedFile | None
     region: LentRegion
     home: _Open
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether all of it is in the node's cache."""
+        return self.kept is not None and self.kept.filled(self.offset, self.length)
 
 
 class RegionFill:
@@ -125,10 +132,18 @@ class RegionFill:
         """
         self._snapshot = snapshot
         gpus, buffers = admissions.gpus, admissions.buffers
+        cache = snapshot.node_cache
+        cached = cache.file if cache is not None and cache.has_decoded else None
         self._device_ios = DeviceIOs(
             lambda: gpus.driver,
-            device_io or (lambda gpu: make_device_io(gpu, gpus.engines, buffers)),
+            device_io or (lambda gpu: make_device_io(gpu, gpus.engines, buffers, cached)),
         )
+        self._cached = cached
+        self._host_sources = {"store": 0, "cache": 0, "registered": 0}
+        self._kept = contextlib.ExitStack()
+        """Files of the node's cache that memory of the host is filled from."""
+        self.gpu_fills: list[StreamReport] = []
+        """What was done for each GPU that is whole."""
         self._on_gpus: dict[str, _OnGpu] = {}
         self._sessions = list(admissions.sessions)
         self._buffers = admissions.buffers
@@ -139,6 +154,7 @@ class RegionFill:
         self._over = threading.Event()
         self._parts: list[_Part] = []
         self._sessions_left = len(self._sessions)
+        self._gpus_left = 0
         self._workers: list[threading.Thread] = []
         self._planner = threading.Thread(target=self._plan, name="snapagent-external")
         self.total_bytes = sum(one.length for each in self._sessions for one in each.regions)
@@ -158,8 +174,27 @@ class RegionFill:
         for worker in self._workers:
             worker.join()
         self._device_ios.__exit__()
+        self._kept.close()
         for session in self._sessions:
             session.close_regions()
+
+    @property
+    def sources(self) -> dict[str, int]:
+        """Bytes of data by where they came from, of what is whole: see `RestoreResult`."""
+        with self._lock:
+            found = dict(self._host_sources)
+            for fill in self.gpu_fills:
+                found["store"] += fill.store_bytes
+                found["cache"] += fill.ready_bytes
+                found["registered"] += fill.direct_bytes
+            return found
+
+    @property
+    def gpu_bottleneck(self) -> str | None:
+        """Which step the slowest GPU waited for; none without any."""
+        with self._lock:
+            slowest = max(self.gpu_fills, key=lambda fill: fill.seconds, default=None)
+        return slowest.bottleneck if slowest is not None else None
 
     def wait_filled(self, timeout_s: float | None = None) -> bool:
         """Wait until all sessions are whole; returns whether they are."""
@@ -169,6 +204,7 @@ class RegionFill:
         """Divide everything into parts; neighbours in the store are read one after the other."""
         try:
             parts: list[_Part] = []
+            cached = self._cached
             for session in self._sessions:
                 home = _Open(session, 0)
                 for place, region in zip(session.place.regions, session.regions, strict=True):
@@ -178,13 +214,15 @@ class RegionFill:
                     if region.device != HOST:
                         self._add_on_gpu(region, file, home)
                         continue
-                    more = _divide(file, region, home)
+                    kept = self._kept.enter_context(cached(file)) if cached else None
+                    more = _divide(file, kept, region, home)
                     home.left += len(more)
                     parts += more
                 if not home.left:
                     self._session_filled(home)
             parts.sort(key=lambda part: -part.order)
             self._parts = parts
+            self._gpus_left = len(self._on_gpus)
             for on_gpu in self._on_gpus.values():
                 worker = threading.Thread(
                     target=self._fill_gpu, args=(on_gpu,), name="snapagent-fill-gpu"
@@ -207,12 +245,16 @@ class RegionFill:
 
     def _fill_gpu(self, on_gpu: _OnGpu) -> None:
         try:
-            self._device_ios.of(on_gpu.uuid).fill(
+            report = self._device_ios.of(on_gpu.uuid).fill(
                 on_gpu.work,
                 stop=self._stop,
                 region_done=lambda one: self._one_done(on_gpu.homes[one.region.fd]),
                 progress=self._count,
             )
+            with self._lock:
+                self.gpu_fills.append(report)
+                self._gpus_left -= 1
+            self._check_over()
         except BaseException as error:  # noqa: BLE001 - told to the thread that waits
             self._failed(error)
 
@@ -230,6 +272,7 @@ class RegionFill:
             self._failed(error)
 
     def _fill(self, part: _Part, buffer: memoryview) -> None:
+        source = "cache" if part.is_cached else "store"
         if part.region.huge:
             _fill_mapped(part)
         else:
@@ -237,6 +280,8 @@ class RegionFill:
                 part.file.read_into(part.offset, view, streaming=True)
                 self._write(part, view)
         self._count(part.length)
+        with self._lock:
+            self._host_sources[source] += part.length
         self._one_done(part.home)
 
     def _count(self, length: int) -> None:
@@ -265,7 +310,9 @@ class RegionFill:
 
     def _check_over(self) -> None:
         with self._lock:
-            if not self._sessions_left and self.ended_s is None:
+            # Only when it can be told, too, what was done for GPUs.
+            is_over = not self._sessions_left and not self._gpus_left
+            if is_over and self.ended_s is None:
                 self.ended_s = SystemClock().monotonic_s()
                 self._over.set()
 
@@ -277,7 +324,9 @@ class RegionFill:
         self._on_error(error)
 
 
-def _divide(file: SnapshotFile, region: LentRegion, home: _Open) -> list[_Part]:
+def _divide(
+    file: SnapshotFile, kept: CachedFile | None, region: LentRegion, home: _Open
+) -> list[_Part]:
     parts: list[_Part] = []
     for one in file.ranges(about_bytes=_PART_BYTES):
         if one.is_zeros:
@@ -288,6 +337,7 @@ def _divide(file: SnapshotFile, region: LentRegion, home: _Open) -> list[_Part]:
                 offset,
                 min(BUFFER_BYTES, one.offset + one.length - offset),
                 file,
+                kept,
                 region,
                 home,
             )

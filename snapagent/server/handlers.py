@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from snapagent.config import Settings
     from snapagent.history import Entry
     from snapagent.memory.broker import MemoryBroker
+    from snapagent.server.gpus import DaemonGpus
     from snapagent.server.jobs import AnyAnswer, JobTable
     from snapagent.server.metrics import Metrics
     from snapagent.server.policy import Peer, Policy
@@ -69,6 +70,7 @@ class Handlers:
         metrics: Metrics,
         found: api.Found,
         broker: MemoryBroker | None,
+        gpus: DaemonGpus | None,
     ) -> None:
         self._settings = settings
         self._policy = policy
@@ -77,7 +79,8 @@ class Handlers:
         self._metrics = metrics
         self._found = found
         self._broker = broker
-        self._work = Work(settings.agent, stores, policy, broker)
+        self._gpus = gpus
+        self._work = Work(settings.agent, stores, policy, broker, gpus)
         self._started = format_utc(SystemClock().now_ns())
         self._looks = 0
         self._description = description()
@@ -242,6 +245,7 @@ class Handlers:
             stores_open=self._stores.urls,
             jobs=counts,
             memory=self._memory(),
+            gpu=self._gpus.describe() if self._gpus is not None else None,
             found_at_start=self._found,
         )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from snapagent import api
+from snapagent.gpu.engine import GpuSettings
 from snapagent.memory.broker import BrokerLimits, MemoryBroker
 from snapagent.server.policy import Peer, Policy
 from snapstore.units import parse_bytes
@@ -12,7 +14,7 @@ from snapstore.units import parse_bytes
 if TYPE_CHECKING:
     from snapagent.config import Settings
 
-__all__ = ["describe_broker", "make_broker"]
+__all__ = ["describe_broker", "gpu_settings", "make_broker"]
 
 _MODE = 0o666
 """Workloads have any user, also those that are restored: the broker decides by what the kernel says
@@ -46,6 +48,18 @@ def make_broker(settings: Settings, policy: Policy) -> MemoryBroker | None:
         mode=_MODE,
         may_use=may_use,
         fill_threads=settings.threads,
+        gpu=gpu_settings(settings),
+    )
+
+
+def gpu_settings(settings: Settings) -> GpuSettings:
+    """Return how memory of GPUs is filled and stored."""
+    return GpuSettings(
+        workers=settings.gpu_workers,
+        pinned_bytes=_bytes(settings.gpu_pinned_bytes, 0),
+        registered_bytes=_bytes(settings.gpu_registered_bytes, 0),
+        kernels=Path(settings.state_directory) / "kernels",
+        check_all=settings.gpu_check_all,
     )
 
 

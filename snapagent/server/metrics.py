@@ -58,6 +58,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
+        self._gpu_fills = Counter(
+            "snapagent_gpu_fills",
+            "Restores that filled GPUs, by what that waited for",
+            ["bottleneck"],
+            registry=self._registry,
+        )
         self._requests = Counter(
             "snapagent_http_requests", "Answers", ["operation", "status"], registry=self._registry
         )
@@ -109,8 +115,11 @@ class Metrics:
                 | {"first_answer": run.running_s, "total": run.total_s}
                 | ({} if run.cuda_restore_s is None else {"gpu": run.cuda_restore_s}),
                 {word: run.lazy[f"{word}_bytes"] or 0 for word in ("fault", "fill", "zero")}
-                | {"eager": run.eager_bytes, "external": run.external_bytes},
+                | {"eager": run.eager_bytes}
+                | {f"external_{name}": count for name, count in run.external_sources.items()},
             )
+            if run.gpu_bottleneck is not None:
+                self._gpu_fills.labels(run.gpu_bottleneck).inc()
 
     def _count(self, kind: str, phases: dict[str, float], sources: dict[str, float]) -> None:
         for phase, seconds in phases.items():

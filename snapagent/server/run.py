@@ -16,6 +16,7 @@ from snapagent import api
 from snapagent.config import notify_socket
 from snapagent.linux import processes
 from snapagent.server.app import make_server
+from snapagent.server.gpus import DaemonGpus
 from snapagent.server.handlers import Handlers
 from snapagent.server.jobs import JobTable
 from snapagent.server.journal import Journal
@@ -91,11 +92,16 @@ def run_daemon(
         )
         policy = Policy(settings.rules, settings.store)
         broker = make_broker(settings, policy)
+        gpus = None
         # It comes first and goes last: others may need it.
-        for companion in (*([broker] if broker is not None else []), *companions):
+        own: list[Companion] = []
+        if broker is not None:
+            gpus = DaemonGpus(broker.gpus, stores, prepare=settings.gpu_prepare, say=say)
+            own = [broker, gpus]
+        for companion in (*own, *companions):
             companion.start()
             served.callback(companion.close)
-        daemon = _Daemon(settings, stores, policy, broker, say)
+        daemon = _Daemon(settings, stores, policy, broker, gpus, say)
         asyncio.run(daemon.serve(listener, found, left.jobs))
 
 
@@ -108,12 +114,14 @@ class _Daemon:
         stores: Stores,
         policy: Policy,
         broker: MemoryBroker | None,
+        gpus: DaemonGpus | None,
         say: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._stores = stores
         self._policy = policy
         self._broker = broker
+        self._gpus = gpus
         self._say = say
 
     async def serve(
@@ -140,6 +148,7 @@ class _Daemon:
             metrics=metrics,
             found=found,
             broker=self._broker,
+            gpus=self._gpus,
         )
         runner = web.AppRunner(make_server(handlers, metrics), access_log=None)
         await runner.setup()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from snapagent.control import State
     from snapagent.memory.broker import MemoryBroker
     from snapagent.preflight import Obstacle
+    from snapagent.server.gpus import DaemonGpus
     from snapagent.server.jobs import Job
     from snapagent.server.policy import Peer, Policy
     from snapagent.server.stores import Stores
@@ -35,10 +36,16 @@ class Work:
     """Does what requests ask for. Thread-safe; everything blocks."""
 
     def __init__(
-        self, config: AgentConfig, stores: Stores, policy: Policy, broker: MemoryBroker | None
+        self,
+        config: AgentConfig,
+        stores: Stores,
+        policy: Policy,
+        broker: MemoryBroker | None,
+        gpus: DaemonGpus | None,
     ) -> None:
         self._config = config
         self._broker = broker
+        self._gpus = gpus
         self._stores = stores
         self._policy = policy
 
@@ -102,6 +109,8 @@ class Work:
                     control=job.control,
                     entry=job.id,
                 )
+            if self._gpus is not None:
+                self._gpus.restored(job.store, body.integrity, done)
             return msgspec.convert(done.document(), api.RestoreDone)
 
         job.on_state = look_again

@@ -437,6 +437,22 @@ class DecodedFile:
         """
         return self.filled(offset, length) or self._walk(offset, length, None)
 
+    def hold(self) -> int:
+        """Return a writable descriptor that keeps the file from being removed.
+
+        Raises:
+            OSError: There are too many open files, or this is closed.
+        """
+        with self._lock:
+            # A duplicate has the shared lock as well.
+            return os.dup(self._fd)
+
+    def discard(self) -> None:
+        """Take its name away, if it still has it."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._fd >= 0 and self._tier.directory.is_named(self._fd, self._name):
+                self._tier.directory.unlink(self._name)
+
     def close(self) -> None:
         """Let it be removed when its turn comes. Idempotent."""
         with self._lock:

@@ -6,6 +6,7 @@ See `docs/node-cache.md`; the invariants are in `snapstore.cache`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
@@ -125,6 +126,29 @@ class CachedFile:
                 self._content.fetch(offset, into)
             else:
                 self._decoded.read(offset, into)
+
+    def hold(self) -> int:
+        """Return a descriptor, the caller's to close, by which what is there can be mapped.
+
+        As long as it is open the cache does not remove the file, whether this object and the store
+        are open or not. It can be written to, since only such a mapping can have its pages locked
+        in place; nobody may write.
+
+        Raises:
+            OSError: Nothing is kept, or there are too many open files.
+        """
+        if self._decoded is None:
+            raise OSError(errno.ENOENT, f"{self._content.label} is not kept")
+        return self._decoded.hold()
+
+    def discard(self) -> None:
+        """Forget what is there, because it was found to be damaged; it is named in the log (N3).
+
+        Who opens the file next fetches all of it. This object goes on with what it has.
+        """
+        if self._decoded is not None:
+            _log.warning("%s is damaged in %s: forgotten", self._content.label, self._decoded.path)
+            self._decoded.discard()
 
     def close(self) -> None:
         """Let the cache remove it when its turn comes. Idempotent."""

@@ -1,6 +1,7 @@
 """GPU memory through captures and restores with CRIU, on the emulated driver: what is where."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
@@ -10,14 +11,20 @@ import pytest
 
 import snapstore
 from snapagent.capture import CaptureRequest, CaptureResult, capture, find_obstacles
+from snapagent.config import Settings
 from snapagent.errors import PreflightFailed
 from snapagent.gpu.driver import Driver
+from snapagent.gpu.engine import GpuSettings
 from snapagent.memory.broker import MemoryBroker
+from snapagent.memory.warming import warm_external
 from snapagent.restore import Restoration, RestoreRequest, RestoreResult
+from snapagent.server.gpus import DaemonGpus
+from snapagent.server.stores import Stores
 from snapagent.supervision import Place
-from snapstore import Compression, StoreOptions
+from snapstore import Compression, NodeCache, StoreOptions
 from snapstore.errors import BackendError
 from tests.support.agent import Agent
+from tests.support.blake3_host import emulated_kernels
 from tests.support.external import ExternalWorkload
 from tests.support.gpu import emulated_driver, emulated_environment
 from tests.support.network_locks import without_network_locks
@@ -310,3 +317,106 @@ def test_too_little_memory_is_refused_before_anything_is_begun(
     ):
         restoration.start()
     driver.release_memory(handle)
+
+
+@dataclasses.dataclass
+class CachedLives:
+    """A workload that was captured and comes back again and again, through a node's cache."""
+
+    agent: Agent
+    broker: MemoryBroker
+    workload: ExternalWorkload
+    options: StoreOptions
+    digest: str
+
+    @property
+    def packs(self) -> Path:
+        return Path(self.agent.url.removeprefix("file://"), "packs")
+
+    def again(self) -> RestoreResult:
+        """Restore it, compare all of its memory, and end it."""
+        request = RestoreRequest(name=NAME, place=FRESH, broker=self.broker)
+        with (
+            snapstore.open_store(self.agent.url, self.options) as store,
+            Restoration(store, request, self.agent.config) as restoration,
+        ):
+            restored = restoration.run()
+        assert self.workload.ask("resume") == "resumed"
+        assert self.workload.ask("digest") == self.digest
+        self.workload.end()
+        wait_until(lambda: not self.broker.status(), "the memory is freed")
+        return restored
+
+    def warm(self, restored: RestoreResult) -> None:
+        """Do what the daemon does after a restore, and wait for it."""
+        said: list[str] = []
+        settings = Settings(node_cache=str(self.options.node_cache))
+        with contextlib.closing(Stores(settings)) as stores:
+            gpus = DaemonGpus(self.broker.gpus, stores, prepare=False, say=said.append)
+            gpus.start()
+            gpus.restored(self.agent.url, None, restored)
+            wait_until(lambda: _warming(gpus) == 0, "the cache has it")
+            gpus.close()
+        assert not said
+
+
+def _warming(gpus: DaemonGpus) -> int:
+    told = gpus.describe()
+    return told.warming if told is not None else 0
+
+
+@pytest.fixture
+def cached_lives(
+    agent: Agent, driver: Driver, short_dir: Path, seed: int, memory_directory: Path
+) -> Iterator[CachedLives]:
+    """With a broker whose GPUs hash, and that may lock pages of the cache."""
+    home, cache = short_dir / "home", short_dir / "cache"
+    home.mkdir()
+    NodeCache.init(
+        cache, budget_bytes=DEVICE_BYTES, memory=memory_directory, memory_budget_bytes=DEVICE_BYTES
+    ).close()
+    variables = emulated_environment(devices=2, memory=DEVICE_BYTES, seed=seed)
+    settings = GpuSettings(workers=2, code=emulated_kernels(), registered_bytes=DEVICE_BYTES)
+    with (
+        MemoryBroker(short_dir / "memory.sock", gpu=settings) as broker,
+        without_network_locks(),
+        ExternalWorkload(
+            home, broker.path, size_mib=SIZE_MIB, program=PROGRAM, variables=variables
+        ) as workload,
+    ):
+        digest = workload.ask("digest")
+        workload.ask("release")
+        take(agent, broker, workload.pid, stop=True)
+        yield CachedLives(agent, broker, workload, StoreOptions(node_cache=cache), digest)
+
+
+def test_the_second_restore_reads_nothing_of_it_from_the_store(
+    cached_lives: CachedLives, short_dir: Path, memory_directory: Path
+) -> None:
+    """Goal: what was restored once comes from the node's cache, fetched by the GPU alone.
+
+    Method: restore, warm, and move the store's packs away: what else is needed of them is in the
+    cache since the first restore. Then damage the cache in memory, with the packs back.
+    """
+    lives = cached_lives
+    restored = lives.again()
+    assert restored.gpu_bottleneck in {"read", "copy", "hash"}
+    sources = restored.external_sources
+    assert sources["store"] >= SIZE_MIB * MIB
+    assert sources["cache"] == sources["registered"] == 0
+    lives.warm(restored)
+    with snapstore.open_store(lives.agent.url, lives.options) as store:
+        warmed = warm_external(store.snapshot(NAME), lives.broker.gpus)
+    assert warmed.cached_bytes == warmed.registered_bytes >= SIZE_MIB * MIB
+
+    lives.packs.rename(short_dir / "packs")
+    sources = lives.again().external_sources
+    assert sources["registered"] >= SIZE_MIB * MIB
+    assert sources["store"] == sources["cache"] == 0
+    (short_dir / "packs").rename(lives.packs)
+
+    for path in memory_directory.iterdir():
+        with path.open("r+b") as file:
+            file.seek(MIB)
+            file.write(b"damage")
+    assert lives.again().external_sources["store"] >= SIZE_MIB * MIB

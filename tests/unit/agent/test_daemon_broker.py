@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from snapagent.config import Settings
+from snapagent.gpu.engine import GpuSettings
 from snapagent.memory.broker import BrokerLimits, MemoryBroker
-from snapagent.server.memory import describe_broker, make_broker
+from snapagent.server.memory import describe_broker, gpu_settings, make_broker
 from snapagent.server.policy import Policy
 
 POLICY = Policy((), "file:///store")
@@ -36,6 +37,24 @@ def test_limits() -> None:
     assert (found.sessions, found.sessions_per_user) == (1024, 256)
     assert found.connections >= 2 * found.sessions
     assert found.connections_per_user >= found.sessions_per_user
+
+
+def test_gpus() -> None:
+    settings = Settings(
+        state_directory="/var/lib/a",
+        gpu_workers=3,
+        gpu_pinned_bytes="64MiB",
+        gpu_registered_bytes="8GiB",
+        gpu_check_all=True,
+    )
+    assert gpu_settings(settings) == GpuSettings(
+        workers=3,
+        pinned_bytes=64 << 20,
+        registered_bytes=8 << 30,
+        kernels=Path("/var/lib/a/kernels"),
+        check_all=True,
+    )
+    assert gpu_settings(Settings()) == GpuSettings()
 
 
 def test_what_is_told(tmp_path: Path) -> None:

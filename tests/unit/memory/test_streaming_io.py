@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,11 @@ import pytest
 import snapstore
 from snapagent.gpu.driver import Driver, Gpu
 from snapagent.gpu.engine import GpuEngines, GpuSettings
+from snapagent.gpu.stream import StreamReport
 from snapagent.memory.device_io import FillWork, SimpleDeviceIO
 from snapagent.memory.lent import LentRegion
 from snapagent.memory.streaming_io import StreamingDeviceIO, make_device_io
-from snapstore import Compression, Store, StoreOptions
+from snapstore import CachedFile, Compression, NodeCache, Store, StoreOptions
 from snapstore.errors import DigestMismatch
 from snapstore.units import MIB
 from tests.support.blake3_host import emulated_kernels
@@ -124,12 +126,17 @@ class KeptFile:
 
     path: Path
     size_bytes: int
-    is_filled: bool = True
     fd: int = -1
 
     def filled(self, offset: int, length: int) -> bool:
-        assert (offset, length) == (0, self.size_bytes)
-        return self.is_filled
+        assert 0 <= offset <= offset + length <= self.size_bytes
+        return True
+
+    def hold(self) -> int:
+        return os.open(self.path, os.O_RDWR)
+
+    def discard(self) -> None:
+        self.path.unlink()
 
     def __enter__(self) -> Self:
         self.fd = os.open(self.path, os.O_RDONLY)
@@ -139,45 +146,144 @@ class KeptFile:
         os.close(self.fd)
 
 
-def test_a_file_of_the_node_cache_is_fetched_by_the_gpu(
-    driver: Driver, engines: GpuEngines, store: Store, tmp_path: Path
-) -> None:
-    """Goal: the second restore locks nothing anew; damage in the cache is found on the GPU."""
-    data = content()
-    path = tmp_path / "kept"
-    path.write_bytes(data.tobytes() + bytes(5000))
-    kept = KeptFile(path, len(data))
+@pytest.fixture
+def cached_store(tmp_path: Path, memory_directory: Path) -> Iterator[Store]:
+    """A store that is read through a cache with decoded files."""
+    NodeCache.init(
+        tmp_path / "cache", budget_bytes=0, memory=memory_directory, memory_budget_bytes=64 * MIB
+    ).close()
+    options = StoreOptions(threads=2, compression=Compression.NONE, node_cache=tmp_path / "cache")
+    with snapstore.init_store(str(tmp_path / "store"), options) as opened:
+        yield opened
+
+
+@dataclasses.dataclass
+class Filling:
+    """Fills one region again and again, from a file of a store with a cache."""
+
+    driver: Driver
+    store: Store
+    engines: GpuEngines
+    region: LentRegion
+
+    def __post_init__(self) -> None:
+        """Store what is to be filled."""
+        self.data = content()
+        self.cache = self.store.cache
+        assert self.cache is not None
+        self.io = StreamingDeviceIO(self.driver.open(0), self.engines, self.cache.file)
+        with self.driver.open(0) as gpu:
+            put(gpu, self.region, self.data)
+        capture(self.store, self.io, self.region)
+        self.file = self.store.snapshot("a").open("memory/0-1.mem")
+
+    def fill(self) -> StreamReport:
+        """Fill, and compare all of it."""
+        done: list[FillWork] = []
+        with self.driver.open(0) as gpu:
+            put(gpu, self.region, np.full(LENGTH, 0xEE, np.uint8))
+            report = self.io.fill(
+                [FillWork(self.region, self.file)],
+                stop=threading.Event(),
+                region_done=done.append,
+                progress=lambda _: None,
+            )
+            assert len(done) == 1
+            assert (get(gpu, self.region) == self.data).all()
+        return report
+
+    def cached(self) -> CachedFile:
+        assert self.cache is not None
+        return self.cache.file(self.file)
+
+
+@pytest.fixture
+def filling(driver: Driver, engines: GpuEngines, cached_store: Store) -> Iterator[Filling]:
     with region(driver, 1) as one:
-        io = StreamingDeviceIO(driver.open(0), engines, cached=lambda _: kept)
-        with driver.open(0) as gpu:
-            put(gpu, one, data)
-        capture(store, io, one)
-        work = [FillWork(one, store.snapshot("a").open("memory/0-1.mem"))]
+        found = Filling(driver, cached_store, engines, one)
+        yield found
+        found.io.close()
 
-        def fill() -> np.ndarray:
-            with driver.open(0) as gpu:
-                put(gpu, one, np.full(len(data), 0xEE, np.uint8))
-                io.fill(
-                    work,
-                    stop=threading.Event(),
-                    region_done=lambda _: None,
-                    progress=lambda _: None,
-                )
-                return get(gpu, one)
 
-        before = counter(driver, "registered_bytes")
-        assert (fill() == data).all()
-        assert counter(driver, "registered_bytes") - before == LENGTH
-        assert (fill() == data).all()
-        assert counter(driver, "registered_bytes") - before == LENGTH
-        with path.open("r+b") as file:
+def remove_packs(store: Store) -> None:
+    shutil.rmtree(Path(store.url.removeprefix("file://"), "packs"))
+
+
+def test_what_the_node_cache_has_is_not_read_from_the_store(filling: Filling) -> None:
+    """Goal: each restore takes from the cache what is there by then, and waits for no locking.
+
+    Method: nothing, a part, all, all of it locked; then the packs are gone. What is locked stays
+    although the cache is told to remove everything.
+    """
+    registered = filling.engines.registered
+    before = counter(filling.driver, "registered_bytes")
+    report = filling.fill()
+    assert (report.store_bytes, report.ready_bytes, report.direct_bytes) == (5 * MIB, 0, 0)
+    with filling.cached() as cached:
+        cached.ensure(5 * MIB - 1, 1)
+        report = filling.fill()
+        assert 0 < report.ready_bytes < 5 * MIB
+        assert report.store_bytes == 5 * MIB - report.ready_bytes
+        with filling.driver.open(0) as gpu:
+            assert not registered.add(cached, gpu)
+        cached.ensure(0, LENGTH)
+    remove_packs(filling.store)
+    report = filling.fill()
+    assert (report.store_bytes, report.ready_bytes, report.direct_bytes) == (0, 5 * MIB, 0)
+    assert counter(filling.driver, "registered_bytes") == before
+    with filling.cached() as cached:
+        engine = filling.engines.of(filling.driver.open(0))
+        assert registered.add(cached, engine.gpu)
+        assert registered.add(cached, engine.gpu)
+    assert counter(filling.driver, "registered_bytes") - before == LENGTH
+    assert filling.cache is not None
+    assert not filling.cache.evict()
+    report = filling.fill()
+    assert (report.store_bytes, report.ready_bytes, report.direct_bytes) == (0, 0, LENGTH)
+    registered.close()
+    assert filling.cache.evict()
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_damage_in_the_node_cache_is_found_on_the_gpu(
+    filling: Filling, caplog: pytest.LogCaptureFixture, *, is_locked: bool
+) -> None:
+    """Goal: the store is used instead, the damaged file is forgotten, and that is said.
+
+    Proves: N3.
+    """
+    with filling.cached() as cached:
+        cached.ensure(0, LENGTH)
+        assert cached.path is not None
+        engine = filling.engines.of(filling.driver.open(0))
+        if is_locked:
+            assert filling.engines.registered.add(cached, engine.gpu)
+        with cached.path.open("r+b") as file:
             file.seek(MIB)
             file.write(b"damage")
-        with pytest.raises(DigestMismatch, match="arrived damaged"):
-            fill()
-        kept.is_filled = False
-        assert (fill() == data).all()
-        io.close()
+    report = filling.fill()
+    assert report.store_bytes == 5 * MIB
+    assert report.direct_bytes == (LENGTH if is_locked else 0)
+    assert "'memory/0-1.mem' is damaged in" in caplog.text
+    assert filling.engines.registered.locked_bytes == 0
+    with filling.cached() as cached:
+        assert not cached.filled(0, LENGTH)
+        cached.ensure(0, LENGTH)
+    remove_packs(filling.store)
+    assert filling.fill().ready_bytes == 5 * MIB
+
+
+def test_damage_in_the_store_is_the_stores_whatever_the_cache_has(filling: Filling) -> None:
+    """Goal: what came damaged from both is named, and not said to be whole in the store."""
+    with filling.cached() as cached:
+        cached.ensure(5 * MIB - 1, 1)
+    root = Path(filling.store.url.removeprefix("file://"), "packs")
+    (pack,) = [path for path in root.rglob("*") if path.is_file()]
+    with pack.open("r+b") as file:
+        file.seek(MIB)
+        file.write(b"damage")
+    with pytest.raises(DigestMismatch, match=r"memory/0-1\.mem, rank 0"):
+        filling.fill()
 
 
 def test_the_budget_for_locked_files(driver: Driver, tmp_path: Path) -> None:
@@ -190,16 +296,22 @@ def test_the_budget_for_locked_files(driver: Driver, tmp_path: Path) -> None:
         stack.enter_context(engines)
         for one in files:
             stack.enter_context(one)
-        lend = engines.registered.lend
-        with lend(files[0], gpu) as first, lend(files[1], gpu) as second:
+        lend, add = engines.registered.lend, engines.registered.add
+        assert add(files[0], gpu)
+        assert add(files[1], gpu)
+        with lend(files[0]) as first, lend(files[1]) as second, lend(files[2]) as third:
             assert first is not None
             assert second is not None
-            with lend(files[2], gpu) as third:
-                assert third is None
-        with lend(files[2], gpu) as third, lend(files[1], gpu) as again:
-            assert third is not None
+            assert third is None
+            assert not add(files[2], gpu)
+        assert add(files[2], gpu)
+        with lend(files[0]) as none, lend(files[1]) as again, lend(files[2]) as third:
+            assert none is None
             assert again is second
-        with lend(KeptFile(tmp_path, 1), gpu) as none:
+            assert third is not None
+            engines.registered.drop(files[2])
+            assert engines.registered.locked_bytes == 3 * MIB
+        with lend(KeptFile(tmp_path, 1)) as none:
             assert none is None
 
 
