@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
 from snapstore.cache.cached_backend import CachedBackend
-from snapstore.cache.config import CacheConfig, read_config, write_config
+from snapstore.cache.config import CacheConfig, check_config, read_config, write_config
 from snapstore.cache.contents import CacheEntry, CacheStats, CacheTier, TierStats
 from snapstore.cache.decoded import FILL_BYTES_MAX, DecodedTier
 from snapstore.cache.directory import CacheDirectory
@@ -228,6 +228,10 @@ class NodeCache:
                 memory=None if memory is None else str(Path(memory).absolute()),
                 memory_bytes=memory_budget_bytes,
             )
+            check_config(opened, config)
+            if config.memory is not None:
+                # Before it is written: who has the cache already keeps settings that work.
+                _open_memory(config.memory).close()
             write_config(opened, config, replace=True)
         except OSError as error:
             raise AccessDenied(
@@ -418,9 +422,8 @@ class NodeCache:
     def _open_decoded(self) -> DecodedTier | None:
         if self.config.memory is None:
             return None
-        directory = CacheDirectory.open(Path(self.config.memory), create=True)
+        directory = _open_memory(self.config.memory)
         try:
-            _require_memory(directory)
             return DecodedTier(
                 directory,
                 self._directory,
@@ -433,10 +436,14 @@ class NodeCache:
             raise
 
 
-def _require_memory(directory: CacheDirectory) -> None:
+def _open_memory(path: str) -> CacheDirectory:
+    """Open the directory for decoded files, which has to be in memory; the caller's to close."""
+    directory = CacheDirectory.open(Path(path), create=True)
     found = directory.file_system
-    if found not in _MEMORY_FILE_SYSTEMS:
-        raise UsageError(
-            f"{directory.path} is on {found or 'an unknown file system'}, not in memory",
-            next_step="name a directory on tmpfs, such as one below /dev/shm, or on hugetlbfs",
-        )
+    if found in _MEMORY_FILE_SYSTEMS:
+        return directory
+    directory.close()
+    raise UsageError(
+        f"{directory.path} is on {found or 'an unknown file system'}, not in memory",
+        next_step="name a directory on tmpfs, such as one below /dev/shm, or on hugetlbfs",
+    )
