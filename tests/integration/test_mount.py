@@ -474,6 +474,28 @@ def test_not_twice_in_one_place(shop: Shop, mounts: Mounts) -> None:
     assert (mount.directory / "holes").read_bytes() == shop.files["holes"]
 
 
+def test_through_a_symbolic_link(shop: Shop, mounts: Mounts, tmp_path: Path) -> None:
+    """What was mounted where a link leads is found, taken away and replaced by either name."""
+    where, link = tmp_path / "mounts" / "there", tmp_path / "link"
+    where.mkdir()
+    link.symlink_to("other-link")
+    (tmp_path / "other-link").symlink_to(where)
+    for place, other in ((link, where), (where, link)):
+        mount = mounts.mount("team/model:v1", shop.store, directory=place)
+        assert mount.about["directory"] == str(where)
+        refused = run_snapstore("mount", "team/model:v1", other, "--store", shop.store, "--json")
+        assert (refused.returncode, error_of(refused)) == (6, "AlreadyMounted")
+        mount.kill()
+        mounts.mount("team/model:v1", shop.store, directory=other)
+        done = run_snapstore("umount", place)
+        assert done.returncode == 0, done.stderr
+    circle = tmp_path / "circle"
+    circle.symlink_to("circle")
+    assert run_snapstore("umount", circle).returncode == 3
+    refused = run_snapstore("mount", "team/model:v1", circle, "--store", shop.store)
+    assert refused.returncode == 2
+
+
 def error_of(done: subprocess.CompletedProcess[str]) -> str:
     return str(json.loads(done.stdout)["error"]["code"])
 
