@@ -518,7 +518,8 @@ def init_store(
         BackendError: The storage cannot be written.
     """
     clock = clock or SystemClock()
-    backend = _patient(open_backend(url, create=True, clock=clock), clock)
+    options = options or StoreOptions()
+    backend = _patient(open_backend(url, create=True, clock=clock), clock, options)
     try:
         try:
             config = _read_config(backend)
@@ -528,7 +529,7 @@ def init_store(
             with contextlib.suppress(ObjectExists):
                 backend.put_new(ObjectKind.CONFIG, "", [encode_config(new)])
             config = _read_config(backend)
-        return _opened(backend, config, options or StoreOptions(), clock)
+        return _opened(backend, config, options, clock)
     except BaseException:
         backend.close()
         raise
@@ -554,10 +555,11 @@ def open_store(
         UnsupportedVersion: It is of a newer format.
     """
     clock = clock or SystemClock()
-    backend = _patient(open_backend(url, readonly=readonly, clock=clock), clock)
+    options = options or StoreOptions()
+    backend = _patient(open_backend(url, readonly=readonly, clock=clock), clock, options)
     try:
         config = _read_config(backend)
-        return _opened(backend, config, options or StoreOptions(), clock)
+        return _opened(backend, config, options, clock)
     except BaseException:
         backend.close()
         raise
@@ -572,10 +574,13 @@ def _opened(backend: Backend, config: StoreConfig, options: StoreOptions, clock:
     return Store(backend, config, options, clock, cache)
 
 
-def _patient(backend: Backend, clock: Clock) -> Backend:
+def _patient(backend: Backend, clock: Clock, options: StoreOptions) -> Backend:
     """Try again what the storage says may succeed later; a busy service for two minutes."""
     is_service = backend.capabilities.url.startswith("s3:")
     policy = RetryPolicy(attempts_max=15, total_s_max=120.0) if is_service else RetryPolicy()
+    if options.patience_s is not None:
+        total_s = min(options.patience_s, policy.total_s_max)
+        policy = dataclasses.replace(policy, total_s_max=total_s)
     rng = random.Random()  # noqa: S311 - only jitter
     return RetryingBackend(backend, rng=rng, clock=clock, policy=policy)
 

@@ -20,9 +20,11 @@ from pathlib import Path
 import pytest
 
 import snapstore
+from snapstore.clock import SystemClock
 from snapstore.units import KIB, MIB
 from tests.support.mounts import SNAPSTORE, Mounts, look, names_in, run_snapstore
 from tests.support.samples import random_bytes, text
+from tests.support.servers import free_port
 from tests.support.trees import (
     Data,
     Directory,
@@ -546,3 +548,14 @@ def test_what_cannot_be_mounted(shop: Shop, fuse: None, tmp_path: Path) -> None:
     assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (3, "NotMounted")
     done = run_snapstore("umount", "/proc", "--json")
     assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (2, "UsageError")
+
+
+def test_a_store_that_is_away_is_told_within_the_timeout(fuse: None, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    url = f"s3://bucket/?endpoint=http://127.0.0.1:{free_port()}"
+    clock = SystemClock()
+    started_s = clock.monotonic_s()
+    done = run_snapstore("mount", "a", there, "--store", url, "--timeout", "1", "--json")
+    assert done.returncode == 5, done.stderr
+    assert clock.monotonic_s() - started_s < 30
