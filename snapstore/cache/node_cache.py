@@ -14,7 +14,7 @@ from snapstore.cache.cached_backend import CachedBackend
 from snapstore.cache.config import CacheConfig, check_config, read_config, write_config
 from snapstore.cache.contents import CacheEntry, CacheStats, CacheTier, TierStats
 from snapstore.cache.decoded import FILL_BYTES_MAX, DecodedTier
-from snapstore.cache.directory import CacheDirectory
+from snapstore.cache.directory import CacheDirectory, unusable
 from snapstore.cache.pins import Pin, Pins
 from snapstore.cache.stored import StoredTier
 from snapstore.clock import Clock, SystemClock
@@ -169,7 +169,8 @@ class NodeCache:
         Raises:
             PolicyRefused: Somebody else could have prepared the directory.
             UsageError: It holds other things, or its settings cannot be meant.
-            AccessDenied: It cannot be used.
+            CacheUnusable: It cannot be used now, an `AccessDenied`; without it all goes on.
+            AccessDenied: This user may not use it.
         """
         self._clock = clock or SystemClock()
         with contextlib.ExitStack() as opened:
@@ -187,9 +188,7 @@ class NodeCache:
                 if self._decoded is not None:
                     opened.callback(self._decoded.close)
             except OSError as error:
-                raise AccessDenied(
-                    f"cannot use the cache at {self._directory.path}: {error.strerror or error}"
-                ) from error
+                raise unusable(self._directory.path, error) from error
             self._opened = opened.pop_all()
 
     @classmethod

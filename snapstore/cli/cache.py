@@ -274,8 +274,12 @@ def _open(given: Path | None) -> NodeCache:
 
 
 def _store(url: str | None, options: StoreOptions) -> Store:
+    from snapstore.cache.node_cache import NodeCache
     from snapstore.repository.store import open_store
 
+    assert options.node_cache is not None
+    # What cannot be used now is only passed by where it is not what somebody asked for.
+    NodeCache(options.node_cache).close()
     return open_store(store_url(url), options, readonly=True)
 
 

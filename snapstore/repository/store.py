@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import random
 import secrets
 from pathlib import Path
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from snapstore.units import BytesLike
 
 __all__ = ["Store", "init_store", "open_store"]
+
+_log = logging.getLogger(__name__)
 
 
 class Store:
@@ -568,9 +571,14 @@ def open_store(
 def _opened(backend: Backend, config: StoreConfig, options: StoreOptions, clock: Clock) -> Store:
     cache = None
     if options.node_cache is not None:
+        from snapstore.cache.directory import CacheUnusable
         from snapstore.cache.node_cache import NodeCache
 
-        cache = NodeCache(options.node_cache, clock=clock)
+        try:
+            cache = NodeCache(options.node_cache, clock=clock)
+        except CacheUnusable as error:
+            # A disk that is full or read-only now is none of its readers' (N6 of the cache).
+            _log.warning("reading past the cache: %s", error)
     return Store(backend, config, options, clock, cache)
 
 
