@@ -307,6 +307,26 @@ def test_through_the_cache_of_the_node(
         away.rename(packs)
 
 
+def test_what_was_warmed_for_mounts(
+    shop: Shop, mounts: Mounts, tmp_path: Path, memory: Path
+) -> None:
+    """`cache warm --integrity fast` brings in what a mount by default reads, from there alone."""
+    cache = ("--cache", str(tmp_path / "cache"))
+    room = ("--bytes", "0", "--memory", str(memory), "--memory-bytes", "256MiB")
+    warm = ("warm", "team/model:v1", "--integrity", "fast", "--store", shop.store, *cache)
+    for command in (("init", tmp_path / "cache", *room), warm):
+        done = run_snapstore("cache", *command)
+        assert done.returncode == 0, done.stderr
+    mount = mounts.mount("team/model:v1", shop.store, *cache)
+    packs, away = shop.store / "packs", shop.store / "away"
+    packs.rename(away)
+    try:
+        for name, content in shop.files.items():
+            assert (mount.directory / name).read_bytes() == content
+    finally:
+        away.rename(packs)
+
+
 # -- all names ------------------------------------------------------------------------------------
 
 
