@@ -268,6 +268,15 @@ class Store:
                 continue
             yield found
 
+    def require_present(self) -> None:
+        """Make sure that the store is there: a directory of which nothing is left lists as empty.
+
+        Raises:
+            StoreNotFound: It is gone, or what it lies on is not mounted any more.
+            BackendError: The storage failed.
+        """
+        _read_config(self._backend)
+
     def show(self, name: SnapshotRef | RefName | str) -> SnapshotSummary:
         """Tell what a snapshot holds and what it takes."""
         from snapstore.repository.summary import summarise

@@ -369,6 +369,24 @@ def test_all_names(mounts: Mounts, tmp_path: Path) -> None:
     assert not (root / "nobody").exists()
 
 
+def test_names_stay_while_the_store_is_away(shop: Shop, mounts: Mounts, tmp_path: Path) -> None:
+    """A volume that is unmounted is no store without names, which a mirror would follow."""
+    volume, away = tmp_path / "volume", tmp_path / "away"
+    shutil.copytree(shop.store, volume)
+    mount = mounts.mount(None, volume)
+    assert names_in(mount.directory) == ["team"]
+    volume.rename(away)
+    wait_until(
+        lambda: names_in(mount.directory) != ["team"] or "those of before" in mount.log,
+        "it was looked for",
+    )
+    assert names_in(mount.directory) == ["team"]
+    assert names_in(mount.directory / "team" / "model") == ["v1"]
+    away.rename(volume)
+    weights = mount.directory / "team" / "model" / "v1" / "rank-0" / "weights"
+    assert weights.read_bytes() == shop.files["rank-0/weights"]
+
+
 # -- other users ----------------------------------------------------------------------------------
 
 
