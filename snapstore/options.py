@@ -65,6 +65,8 @@ class StoreOptions:
         index_cache_bytes: What that may take; 0 for no cache.
         node_cache: The directory of the node's cache, which what is read goes through; see
             `NodeCache`. None: everything comes from the store.
+        patience_s: How long to try again what the storage says may succeed later; by default two
+            minutes for a service and one for a directory, and no longer than that.
     """
 
     memory_bytes: int = MEMORY_BYTES_DEFAULT
@@ -75,6 +77,7 @@ class StoreOptions:
     index_cache_bytes: int = INDEX_CACHE_BYTES_DEFAULT
     cache_bytes: int = CACHE_BYTES_DEFAULT
     node_cache: Path | None = None
+    patience_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.memory_bytes < MEMORY_BYTES_MIN:
@@ -91,7 +94,10 @@ class StoreOptions:
                 f"an index cache of {self.index_cache_bytes} bytes cannot be",
                 next_step="give 0 for none",
             )
-
+        if self.patience_s is not None and not self.patience_s >= 0:
+            raise UsageError(
+                f"cannot wait for {self.patience_s} seconds", next_step="give 0 to try once"
+            )
         if self.cache_bytes < 0:
             raise UsageError(
                 f"cannot keep {self.cache_bytes} bytes", next_step="give 0 to keep nothing"

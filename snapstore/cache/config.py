@@ -14,7 +14,7 @@ from snapstore.units import GIB, KIB
 if TYPE_CHECKING:
     from snapstore.cache.directory import CacheDirectory
 
-__all__ = ["CONFIG_NAME", "CacheConfig", "read_config", "write_config"]
+__all__ = ["CONFIG_NAME", "CacheConfig", "check_config", "read_config", "write_config"]
 
 CONFIG_NAME = "cache.json"
 _CONFIG_BYTES_MAX = 64 * KIB
@@ -64,7 +64,7 @@ def write_config(directory: CacheDirectory, config: CacheConfig, *, replace: boo
         FileExistsError: There are some, which are not to be replaced.
         OSError: They cannot be written.
     """
-    _check(directory, config)
+    check_config(directory, config)
     if CONFIG_NAME not in directory.names():
         _require_empty(directory)
     data = msgspec.json.format(msgspec.json.encode(config, order="sorted"))
@@ -80,11 +80,12 @@ def _read(directory: CacheDirectory) -> CacheConfig:
             f"{directory.path / CONFIG_NAME} is not what a cache says of itself: {error}",
             next_step=f"write it again: snapstore cache init {directory.path}",
         ) from error
-    _check(directory, config)
+    check_config(directory, config)
     return config
 
 
-def _check(directory: CacheDirectory, config: CacheConfig) -> None:
+def check_config(directory: CacheDirectory, config: CacheConfig) -> None:
+    """Raise `UsageError` for settings that cannot be meant."""
     wrong = None
     if config.version != _VERSION:
         wrong = f"version {config.version} is not known"
@@ -92,6 +93,8 @@ def _check(directory: CacheDirectory, config: CacheConfig) -> None:
         wrong = "a budget cannot be negative"
     elif config.memory is not None and not Path(config.memory).is_absolute():
         wrong = f"the directory in memory has to be absolute, not {config.memory!r}"
+    elif config.memory is not None and not _is_writable_text(config.memory):
+        wrong = f"the directory in memory cannot be called {config.memory!r}"
     elif (config.memory is None) != (config.memory_bytes == 0):
         wrong = "a directory in memory and its budget go together"
     if wrong is not None:
@@ -99,6 +102,14 @@ def _check(directory: CacheDirectory, config: CacheConfig) -> None:
             f"cannot use the cache at {directory.path}: {wrong}",
             next_step="snapstore cache init DIR --bytes SIZE --memory DIR --memory-bytes SIZE",
         )
+
+
+def _is_writable_text(path: str) -> bool:
+    """Whether a path can be in this file, which is UTF-8, and in a system call."""
+    try:
+        return b"\0" not in path.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _require_empty(directory: CacheDirectory) -> None:

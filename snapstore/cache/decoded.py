@@ -53,6 +53,9 @@ _LABEL_BYTES_MAX = 1024
 _THERE = b"\1"
 _MISSING = b"\0"
 
+_CONTENT_BYTES_MAX = 1 << 50
+"""No file of a snapshot is longer; a name that says so is none of ours."""
+
 _OPEN_TRIES = 100
 _PATIENCE_S = 60.0
 """More than fetching a part takes where the storage answers at all."""
@@ -77,7 +80,7 @@ class FileKey(NamedTuple):
             key = cls(bytes.fromhex(digest), int(size))
         except ValueError:
             return None
-        return key if key.name == name else None
+        return key if key.name == name and key.size_bytes <= _CONTENT_BYTES_MAX else None
 
 
 class Cells:
@@ -237,17 +240,16 @@ class DecodedTier:
     def _entry(self, occupant: Occupant) -> CacheEntry:
         key = FileKey.of_name(occupant.name)
         assert key is not None, occupant.name
-        meta = align_up(key.size_bytes, self.block_bytes)
-        pages = -(-key.size_bytes // PAGE_BYTES)
-        head = b""
+        meta, total = _lengths(key, self.block_bytes)
+        label, held = b"", 0
         with contextlib.suppress(OSError):
             fd = self.directory.open_file(occupant.name, write=False)
             try:
-                head = os.pread(fd, _HEADER_BYTES + pages, meta)
+                if os.fstat(fd).st_size == total:
+                    label = os.pread(fd, _LABEL_BYTES_MAX, meta + _LABEL_AT).rstrip(b"\0")
+                    held = _count_marks(fd, meta + _HEADER_BYTES, total) * PAGE_BYTES
             finally:
                 os.close(fd)
-        label = head[_LABEL_AT : _LABEL_AT + _LABEL_BYTES_MAX].rstrip(b"\0")
-        held = head.count(_THERE, _HEADER_BYTES) * PAGE_BYTES
         return CacheEntry(
             tier=CacheTier.DECODED,
             name=occupant.name,
@@ -279,6 +281,20 @@ class DecodedTier:
         """Let go of the directory."""
         self.room.close()
         self.directory.close()
+
+
+def _count_marks(fd: int, begin: int, end: int) -> int:
+    """How many pages are there, by the marks in a range of the file; holes have none."""
+    found = 0
+    with contextlib.suppress(OSError):  # Of which one says that nothing but a hole follows.
+        while begin < end:
+            begin = os.lseek(fd, begin, os.SEEK_DATA)
+            marks = os.pread(fd, min(MIB, max(end - begin, 0)), begin)
+            if not marks:
+                break
+            found += marks.count(_THERE)
+            begin += len(marks)
+    return found
 
 
 class _Foreign(Exception):

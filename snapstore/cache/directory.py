@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -14,10 +15,15 @@ from snapstore.errors import AccessDenied, PolicyRefused, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CacheDirectory", "Occupant", "file_system_of"]
+__all__ = ["CacheDirectory", "CacheUnusable", "Occupant", "file_system_of", "unusable"]
 
 _MOUNTS = Path("/proc/self/mountinfo")
+_NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM})
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class CacheUnusable(AccessDenied):
+    """The cache cannot be used now, such as on a full disk; whoever reads can do without it."""
 
 
 class Occupant(NamedTuple):
@@ -45,7 +51,8 @@ class CacheDirectory:
         Raises:
             PolicyRefused: Somebody else owns it or may write to it, or it is a symbolic link.
             UsageError: There is none, or something else has the name.
-            AccessDenied: It cannot be opened or made.
+            AccessDenied: It cannot be opened or made: `CacheUnusable` if that is no matter of
+                permissions.
         """
         path = path.absolute()
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -60,7 +67,7 @@ class CacheDirectory:
             ) from error
         except OSError as error:
             _require_no_link(path)
-            raise AccessDenied(f"cannot use {path} as a cache: {error.strerror}") from error
+            raise unusable(path, error) from error
         try:
             _require_own(path, os.fstat(fd))
         except BaseException:
@@ -176,6 +183,15 @@ class CacheDirectory:
             yield name
         finally:
             self.unlink(name)
+
+
+def unusable(path: Path, error: OSError) -> AccessDenied:
+    """Make the error that says why a cache cannot be opened."""
+    kind = AccessDenied if error.errno in _NOT_ALLOWED else CacheUnusable
+    return kind(
+        f"cannot use {path} as a cache: {error.strerror or error}",
+        next_step="mend that, or go on without it: all that it has is in the stores as well",
+    )
 
 
 def file_system_of(fd: int) -> str:

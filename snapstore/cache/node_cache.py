@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
 from snapstore.cache.cached_backend import CachedBackend
-from snapstore.cache.config import CacheConfig, read_config, write_config
+from snapstore.cache.config import CacheConfig, check_config, read_config, write_config
 from snapstore.cache.contents import CacheEntry, CacheStats, CacheTier, TierStats
 from snapstore.cache.decoded import FILL_BYTES_MAX, DecodedTier
-from snapstore.cache.directory import CacheDirectory
+from snapstore.cache.directory import CacheDirectory, unusable
 from snapstore.cache.pins import Pin, Pins
 from snapstore.cache.stored import StoredTier
 from snapstore.clock import Clock, SystemClock
@@ -193,7 +193,8 @@ class NodeCache:
         Raises:
             PolicyRefused: Somebody else could have prepared the directory.
             UsageError: It holds other things, or its settings cannot be meant.
-            AccessDenied: It cannot be used.
+            CacheUnusable: It cannot be used now, an `AccessDenied`; without it all goes on.
+            AccessDenied: This user may not use it.
         """
         self._clock = clock or SystemClock()
         with contextlib.ExitStack() as opened:
@@ -211,9 +212,7 @@ class NodeCache:
                 if self._decoded is not None:
                     opened.callback(self._decoded.close)
             except OSError as error:
-                raise AccessDenied(
-                    f"cannot use the cache at {self._directory.path}: {error.strerror or error}"
-                ) from error
+                raise unusable(self._directory.path, error) from error
             self._opened = opened.pop_all()
 
     @classmethod
@@ -252,6 +251,10 @@ class NodeCache:
                 memory=None if memory is None else str(Path(memory).absolute()),
                 memory_bytes=memory_budget_bytes,
             )
+            check_config(opened, config)
+            if config.memory is not None:
+                # Before it is written: who has the cache already keeps settings that work.
+                _open_memory(config.memory).close()
             write_config(opened, config, replace=True)
         except OSError as error:
             raise AccessDenied(
@@ -442,9 +445,8 @@ class NodeCache:
     def _open_decoded(self) -> DecodedTier | None:
         if self.config.memory is None:
             return None
-        directory = CacheDirectory.open(Path(self.config.memory), create=True)
+        directory = _open_memory(self.config.memory)
         try:
-            _require_memory(directory)
             return DecodedTier(
                 directory,
                 self._directory,
@@ -457,10 +459,14 @@ class NodeCache:
             raise
 
 
-def _require_memory(directory: CacheDirectory) -> None:
+def _open_memory(path: str) -> CacheDirectory:
+    """Open the directory for decoded files, which has to be in memory; the caller's to close."""
+    directory = CacheDirectory.open(Path(path), create=True)
     found = directory.file_system
-    if found not in _MEMORY_FILE_SYSTEMS:
-        raise UsageError(
-            f"{directory.path} is on {found or 'an unknown file system'}, not in memory",
-            next_step="name a directory on tmpfs, such as one below /dev/shm, or on hugetlbfs",
-        )
+    if found in _MEMORY_FILE_SYSTEMS:
+        return directory
+    directory.close()
+    raise UsageError(
+        f"{directory.path} is on {found or 'an unknown file system'}, not in memory",
+        next_step="name a directory on tmpfs, such as one below /dev/shm, or on hugetlbfs",
+    )

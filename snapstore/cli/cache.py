@@ -23,7 +23,7 @@ from snapstore.cli.common import (
 )
 from snapstore.clock import SystemClock, format_utc
 from snapstore.errors import LookupFailed, OutOfSpace, UsageError
-from snapstore.options import NODE_CACHE_VARIABLE, StoreOptions
+from snapstore.options import NODE_CACHE_VARIABLE, Integrity, StoreOptions
 from snapstore.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -142,6 +142,10 @@ def warm(
         typer.Option(metavar="SIZE", help="Read no more than this from the store in a second."),
     ] = None,
     pin: Annotated[bool, typer.Option("--pin", help="Keep it until `cache unpin`.")] = False,
+    integrity: Annotated[
+        Integrity,
+        typer.Option(help="For whom to decode: `strong` as pulls and restores, `fast` as mounts."),
+    ] = Integrity.STRONG,
     memory: Memory = "1GiB",
     threads: Threads = 0,
     store: StoreUrl = None,
@@ -155,7 +159,10 @@ def warm(
     """
     with command(json=json, quiet=quiet) as console:
         options = StoreOptions(
-            memory_bytes=parse_bytes(memory), threads=threads, node_cache=_required(directory)
+            memory_bytes=parse_bytes(memory),
+            threads=threads,
+            integrity=integrity,
+            node_cache=_required(directory),
         )
         rate = None if max_rate is None else _rate(max_rate)
         clock = SystemClock()
@@ -274,8 +281,12 @@ def _open(given: Path | None) -> NodeCache:
 
 
 def _store(url: str | None, options: StoreOptions) -> Store:
+    from snapstore.cache.node_cache import NodeCache
     from snapstore.repository.store import open_store
 
+    assert options.node_cache is not None
+    # What cannot be used now is only passed by where it is not what somebody asked for.
+    NodeCache(options.node_cache).close()
     return open_store(store_url(url), options, readonly=True)
 
 

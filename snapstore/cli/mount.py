@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,13 +103,14 @@ def mount(
         _require_extra()
         from snapstore.mount.daemon import configure_log, serve_detached
         from snapstore.mount.options import MountOptions
+        from snapstore.mount.table import place_of
 
         name, directory = _places(places, all_names=all_names)
         kept = cache_directory(cache)
         options = MountOptions(
             url=_absolute(store_url(store)),
             name=name,
-            directory=directory,
+            directory=place_of(directory),
             ranks=tuple(parse_ranks(rank or [])),
             memory_bytes=parse_bytes(memory),
             threads=threads,
@@ -176,8 +176,7 @@ def _places(places: list[str], *, all_names: bool) -> tuple[str | None, Path]:
             f"{len(places)} arguments where {' '.join(wanted)} belong",
             next_step="write `snapstore mount NAME[:TAG] DIR` or `snapstore mount --all DIR`",
         )
-    directory = Path(os.path.abspath(places[-1]))  # noqa: PTH100 - resolves no links
-    return (None if all_names else places[0]), directory
+    return (None if all_names else places[0]), Path(places[-1])
 
 
 def _absolute(url: str) -> str:

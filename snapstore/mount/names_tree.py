@@ -12,7 +12,7 @@ import stat
 import threading
 from typing import TYPE_CHECKING
 
-from snapstore.errors import BackendError, PathNotFound
+from snapstore.errors import BackendError, PathNotFound, StoreNotFound
 from snapstore.ids import SnapshotRef
 from snapstore.mount.control import ControlFiles
 from snapstore.mount.nodes import CONTROL, CONTROL_NAME, ROOT, Attributes, Forest, inode_of
@@ -149,15 +149,20 @@ class NamesTree:
 
         Raises:
             BackendError: The storage failed.
+            StoreNotFound: The store is gone.
         """
         # While one asks a store that may be away, the others go on with what is known.
         if not self._lock.acquire(blocking=self._read_s is None):
             return
         try:
             if not self._is_fresh():
-                self._arrange([*self._store.list(damaged=self._tell_damaged)])
+                found = [*self._store.list(damaged=self._tell_damaged)]
+                if not found:
+                    # A volume that was unmounted is no store from which all was removed.
+                    self._store.require_present()
+                self._arrange(found)
                 self._read_s = self._clock.monotonic_s()
-        except BackendError as error:
+        except (BackendError, StoreNotFound) as error:
             if self._read_s is None:
                 raise
             log.warning("the names of the store are those of before: %s", error)

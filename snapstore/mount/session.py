@@ -82,6 +82,8 @@ def serve(options: MountOptions, ready: Callable[[Mapping[str, object]], None]) 
         integrity=options.integrity,
         threads=budget.threads,
         node_cache=options.cache,
+        # Also where nobody waits for a reader yet: at the beginning.
+        patience_s=options.timeout_s,
     )
     with open_store(options.url, store_options, readonly=True) as store:
         _Mount(options, budget, store).run(ready)

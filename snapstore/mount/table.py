@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TYPE", "Mounted", "State", "answered", "mounted_at", "seen_elsewhere", "state_of"]
+__all__ = [
+    "TYPE",
+    "Mounted",
+    "State",
+    "answered",
+    "mounted_at",
+    "place_of",
+    "seen_elsewhere",
+    "state_of",
+]
 
 _Answer = TypeVar("_Answer")
 
@@ -24,6 +33,7 @@ TYPE = "fuse.snapstore"
 _TABLE = Path("/proc/self/mountinfo")
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 _ANSWER_S_MAX = 5.0
+_LINKS_MAX = 40
 _DEAD = {errno.ENOTCONN, errno.ECONNABORTED}
 
 
@@ -51,14 +61,29 @@ class Mounted(NamedTuple):
     source: str
 
 
+def place_of(directory: Path) -> Path:
+    """Resolve symbolic links, as far as there are any, without asking what is mounted there.
+
+    The mount itself may be dead, or hang: reading a link there is refused by the kernel.
+    """
+    place = os.path.abspath(directory)  # noqa: PTH100 - resolves no links
+    for _ in range(_LINKS_MAX):
+        parent, name = os.path.split(place)
+        place = os.path.join(os.path.realpath(parent), name)  # noqa: PTH118 - as the others here
+        try:
+            link = os.readlink(place)  # noqa: PTH115 - as the others here
+        except OSError:
+            break
+        place = os.path.abspath(os.path.join(os.path.dirname(place), link))  # noqa: PTH100, PTH118, PTH120
+    return Path(place)
+
+
 def mounted_at(directory: Path) -> Mounted | None:
     """Tell what is mounted on a directory, the topmost of several; None if nothing is.
 
     Looks at the table alone, so it does not hang where a file system does.
     """
-    # Only the parents are resolved: the mount itself may be dead, or hang.
-    absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolves no links
-    wanted = os.fsencode(absolute.parent.resolve() / absolute.name)
+    wanted = os.fsencode(place_of(directory))
     found = None
     for line in _TABLE.read_bytes().splitlines():
         entry = _parse(line)

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from snapstore.clock import SystemClock
 from snapstore.errors import ConcurrencyError, LookupFailed, TargetError, UsageError
-from snapstore.mount.table import TYPE, State, answered, mounted_at, seen_elsewhere, state_of
+from snapstore.mount.table import (
+    TYPE,
+    State,
+    answered,
+    mounted_at,
+    place_of,
+    seen_elsewhere,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +78,7 @@ def unmount(
         UsageError: Something else is mounted there.
         ConcurrencyError: It is in use.
     """
+    directory = place_of(directory)
     found = mounted_at(directory)
     if found is None:
         raise NotMounted(

@@ -62,6 +62,11 @@ class FileContent:
         self.key = FileKey(files.content_digest(entry), entry.size_bytes)
         self.label = show_path(entry.path)
 
+    def cache_names(self) -> set[str]:
+        """The names that its cache files may have: as it is read here, and as it is read fast."""
+        fast = FileKey(self._files.content_digest(self._entry, is_fast=True), self.key.size_bytes)
+        return {self.key.name, fast.name}
+
     @lazy
     def cells(self) -> Cells:
         """See `Content.cells`."""

@@ -240,14 +240,19 @@ class SnapshotFiles:
         reader = self._readers_of(file).streaming
         reader.read_into(file.stream, file.offset + offset, into)
 
-    def content_digest(self, entry: SnapshotEntry) -> bytes:
+    def content_digest(self, entry: SnapshotEntry, *, is_fast: bool = False) -> bytes:
         """Digest that content of the same length shares only if it has the same bytes.
+
+        Args:
+            entry: The file.
+            is_fast: As whoever reads with fast integrity has it, and not as here.
 
         Raises:
             IntegrityError: The tables of the rank are damaged or gone.
         """
         file = self._first_name(self._entries[entry.path])
-        verifier = self._readers_of(file).cached.verifier if file.size_bytes else None
+        needs_chunks = file.size_bytes and not is_fast
+        verifier = self._readers_of(file).cached.verifier if needs_chunks else None
         rank = self._ranks[self._rank_of[file.path]].id
         return content_digest(verifier, rank, self._snapshot.backend.capabilities.url, file)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import random
 import secrets
 from pathlib import Path
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
     from snapstore.units import BytesLike
 
 __all__ = ["Store", "init_store", "open_store"]
+
+_log = logging.getLogger(__name__)
 
 
 class Store:
@@ -264,6 +267,15 @@ class Store:
                 damaged(name, error)
                 continue
             yield found
+
+    def require_present(self) -> None:
+        """Make sure that the store is there: a directory of which nothing is left lists as empty.
+
+        Raises:
+            StoreNotFound: It is gone, or what it lies on is not mounted any more.
+            BackendError: The storage failed.
+        """
+        _read_config(self._backend)
 
     def show(self, name: SnapshotRef | RefName | str) -> SnapshotSummary:
         """Tell what a snapshot holds and what it takes."""
@@ -518,7 +530,8 @@ def init_store(
         BackendError: The storage cannot be written.
     """
     clock = clock or SystemClock()
-    backend = _patient(open_backend(url, create=True, clock=clock), clock)
+    options = options or StoreOptions()
+    backend = _patient(open_backend(url, create=True, clock=clock), clock, options)
     try:
         try:
             config = _read_config(backend)
@@ -528,7 +541,7 @@ def init_store(
             with contextlib.suppress(ObjectExists):
                 backend.put_new(ObjectKind.CONFIG, "", [encode_config(new)])
             config = _read_config(backend)
-        return _opened(backend, config, options or StoreOptions(), clock)
+        return _opened(backend, config, options, clock)
     except BaseException:
         backend.close()
         raise
@@ -554,10 +567,11 @@ def open_store(
         UnsupportedVersion: It is of a newer format.
     """
     clock = clock or SystemClock()
-    backend = _patient(open_backend(url, readonly=readonly, clock=clock), clock)
+    options = options or StoreOptions()
+    backend = _patient(open_backend(url, readonly=readonly, clock=clock), clock, options)
     try:
         config = _read_config(backend)
-        return _opened(backend, config, options or StoreOptions(), clock)
+        return _opened(backend, config, options, clock)
     except BaseException:
         backend.close()
         raise
@@ -566,16 +580,24 @@ def open_store(
 def _opened(backend: Backend, config: StoreConfig, options: StoreOptions, clock: Clock) -> Store:
     cache = None
     if options.node_cache is not None:
+        from snapstore.cache.directory import CacheUnusable
         from snapstore.cache.node_cache import NodeCache
 
-        cache = NodeCache(options.node_cache, clock=clock)
+        try:
+            cache = NodeCache(options.node_cache, clock=clock)
+        except CacheUnusable as error:
+            # A disk that is full or read-only now is none of its readers' (N6 of the cache).
+            _log.warning("reading past the cache: %s", error)
     return Store(backend, config, options, clock, cache)
 
 
-def _patient(backend: Backend, clock: Clock) -> Backend:
+def _patient(backend: Backend, clock: Clock, options: StoreOptions) -> Backend:
     """Try again what the storage says may succeed later; a busy service for two minutes."""
     is_service = backend.capabilities.url.startswith("s3:")
     policy = RetryPolicy(attempts_max=15, total_s_max=120.0) if is_service else RetryPolicy()
+    if options.patience_s is not None:
+        total_s = min(options.patience_s, policy.total_s_max)
+        policy = dataclasses.replace(policy, total_s_max=total_s)
     rng = random.Random()  # noqa: S311 - only jitter
     return RetryingBackend(backend, rng=rng, clock=clock, policy=policy)
 

@@ -96,6 +96,8 @@ def warm_snapshot(
 def cache_files_of(snapshot: Snapshot) -> tuple[str, ...]:
     """The names of all cache files that a snapshot may have.
 
+    With strong integrity also those of what is checked fast, such as by mounts.
+
     Raises:
         IntegrityError: Its tables are damaged or gone.
     """
@@ -116,7 +118,7 @@ def cache_files_of(snapshot: Snapshot) -> tuple[str, ...]:
     if snapshot.node_cache is not None and snapshot.node_cache.has(CacheTier.DECODED):
         for path in _paths(snapshot, ()):
             with snapshot.open(path) as file:
-                names.append(file.content().key.name)
+                names += file.content().cache_names()
     return tuple(sorted({name for name in names if name is not None}))
 
 

@@ -203,6 +203,45 @@ def cache_full(folder: Path) -> None:
             assert store.warm("large").missed_bytes > 0
 
 
+def cache_unusable(folder: Path) -> None:
+    """A cache that cannot even be opened is passed by, and named in the log. Proves: N6.
+
+    Method: one on a disk that became read-only, a new one on a full disk, and one whose memory is
+    full. Who asks for the cache itself, rather than for a snapshot, is told.
+    """
+    lab = Lab.make(folder, random.Random(1))
+    lab.push()
+    disk = small_disk(folder / "disk", "64k")
+    disk.chmod(0o755)
+    NodeCache.init(disk / "cache", budget_bytes=MIB).close()
+    (disk / "new").mkdir(mode=0o700)
+    full = small_disk(folder / "memory", "8k,nr_inodes=2")
+    full.chmod(0o755)
+    memory = full / "cache"
+    NodeCache.init(
+        folder / "cache", budget_bytes=MIB, memory=memory, memory_budget_bytes=MIB
+    ).close()
+    memory.rmdir()
+    for place in (disk, full):
+        with contextlib.suppress(OSError):
+            (place / "ballast").write_bytes(bytes(1 * MIB))
+    passed_by(lab, disk / "new", folder / "full")
+    passed_by(lab, folder / "cache", folder / "no-memory")
+    mount("-o", "remount,ro", disk)
+    passed_by(lab, disk / "cache", folder / "read-only")
+
+
+def passed_by(lab: Lab, cache: Path, out: Path) -> None:
+    """A pull works, and `cache warm` says what is wrong."""
+    result = run_program("pull", lab.name, out, "--store", lab.root, "--cache", cache)
+    assert result.returncode == 0, result.stderr
+    assert "past the cache" in result.stderr
+    assert tree_state(out) == tree_state(lab.tree)
+    result = run_program("cache", "warm", lab.name, "--store", lab.root, "--cache", cache)
+    assert result.returncode == 5, result.stderr
+    assert f"cannot use {cache.parent}" in result.stderr or "memory" in result.stderr
+
+
 def cache_huge(folder: Path) -> None:
     """Decoded files in huge pages: filled, mapped, found again, and without room read past them.
 
@@ -249,6 +288,7 @@ if __name__ == "__main__":
         "readonly": readonly,
         "spool_full": spool_full,
         "cache_full": cache_full,
+        "cache_unusable": cache_unusable,
         "cache_huge": cache_huge,
     }
     worlds[sys.argv[1]](Path(sys.argv[2]))

@@ -54,7 +54,7 @@ def test_huge_pages(namespace: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "world", ["push_full", "pull_full", "readonly", "spool_full", "cache_full"]
+    "world", ["push_full", "pull_full", "readonly", "spool_full", "cache_full", "cache_unusable"]
 )
 def test_a_real_mount(namespace: list[str], tmp_path: Path, world: str) -> None:
     """What each world shows is said in `mounted_store.py`."""

@@ -20,9 +20,11 @@ from pathlib import Path
 import pytest
 
 import snapstore
+from snapstore.clock import SystemClock
 from snapstore.units import KIB, MIB
 from tests.support.mounts import SNAPSTORE, Mounts, look, names_in, run_snapstore
 from tests.support.samples import random_bytes, text
+from tests.support.servers import free_port
 from tests.support.trees import (
     Data,
     Directory,
@@ -305,6 +307,26 @@ def test_through_the_cache_of_the_node(
         away.rename(packs)
 
 
+def test_what_was_warmed_for_mounts(
+    shop: Shop, mounts: Mounts, tmp_path: Path, memory: Path
+) -> None:
+    """`cache warm --integrity fast` brings in what a mount by default reads, from there alone."""
+    cache = ("--cache", str(tmp_path / "cache"))
+    room = ("--bytes", "0", "--memory", str(memory), "--memory-bytes", "256MiB")
+    warm = ("warm", "team/model:v1", "--integrity", "fast", "--store", shop.store, *cache)
+    for command in (("init", tmp_path / "cache", *room), warm):
+        done = run_snapstore("cache", *command)
+        assert done.returncode == 0, done.stderr
+    mount = mounts.mount("team/model:v1", shop.store, *cache)
+    packs, away = shop.store / "packs", shop.store / "away"
+    packs.rename(away)
+    try:
+        for name, content in shop.files.items():
+            assert (mount.directory / name).read_bytes() == content
+    finally:
+        away.rename(packs)
+
+
 # -- all names ------------------------------------------------------------------------------------
 
 
@@ -345,6 +367,24 @@ def test_all_names(mounts: Mounts, tmp_path: Path) -> None:
         store.remove("team/model:v2")
         wait_until(lambda: not (model / "v2").exists(), "the name is gone")
     assert not (root / "nobody").exists()
+
+
+def test_names_stay_while_the_store_is_away(shop: Shop, mounts: Mounts, tmp_path: Path) -> None:
+    """A volume that is unmounted is no store without names, which a mirror would follow."""
+    volume, away = tmp_path / "volume", tmp_path / "away"
+    shutil.copytree(shop.store, volume)
+    mount = mounts.mount(None, volume)
+    assert names_in(mount.directory) == ["team"]
+    volume.rename(away)
+    wait_until(
+        lambda: names_in(mount.directory) != ["team"] or "those of before" in mount.log,
+        "it was looked for",
+    )
+    assert names_in(mount.directory) == ["team"]
+    assert names_in(mount.directory / "team" / "model") == ["v1"]
+    away.rename(volume)
+    weights = mount.directory / "team" / "model" / "v1" / "rank-0" / "weights"
+    assert weights.read_bytes() == shop.files["rank-0/weights"]
 
 
 # -- other users ----------------------------------------------------------------------------------
@@ -474,6 +514,28 @@ def test_not_twice_in_one_place(shop: Shop, mounts: Mounts) -> None:
     assert (mount.directory / "holes").read_bytes() == shop.files["holes"]
 
 
+def test_through_a_symbolic_link(shop: Shop, mounts: Mounts, tmp_path: Path) -> None:
+    """What was mounted where a link leads is found, taken away and replaced by either name."""
+    where, link = tmp_path / "mounts" / "there", tmp_path / "link"
+    where.mkdir()
+    link.symlink_to("other-link")
+    (tmp_path / "other-link").symlink_to(where)
+    for place, other in ((link, where), (where, link)):
+        mount = mounts.mount("team/model:v1", shop.store, directory=place)
+        assert mount.about["directory"] == str(where)
+        refused = run_snapstore("mount", "team/model:v1", other, "--store", shop.store, "--json")
+        assert (refused.returncode, error_of(refused)) == (6, "AlreadyMounted")
+        mount.kill()
+        mounts.mount("team/model:v1", shop.store, directory=other)
+        done = run_snapstore("umount", place)
+        assert done.returncode == 0, done.stderr
+    circle = tmp_path / "circle"
+    circle.symlink_to("circle")
+    assert run_snapstore("umount", circle).returncode == 3
+    refused = run_snapstore("mount", "team/model:v1", circle, "--store", shop.store)
+    assert refused.returncode == 2
+
+
 def error_of(done: subprocess.CompletedProcess[str]) -> str:
     return str(json.loads(done.stdout)["error"]["code"])
 
@@ -524,3 +586,14 @@ def test_what_cannot_be_mounted(shop: Shop, fuse: None, tmp_path: Path) -> None:
     assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (3, "NotMounted")
     done = run_snapstore("umount", "/proc", "--json")
     assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (2, "UsageError")
+
+
+def test_a_store_that_is_away_is_told_within_the_timeout(fuse: None, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    url = f"s3://bucket/?endpoint=http://127.0.0.1:{free_port()}"
+    clock = SystemClock()
+    started_s = clock.monotonic_s()
+    done = run_snapstore("mount", "a", there, "--store", url, "--timeout", "1", "--json")
+    assert done.returncode == 5, done.stderr
+    assert clock.monotonic_s() - started_s < 30

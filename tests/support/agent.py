@@ -33,7 +33,9 @@ import random
 from snapagent.cli.main import run
 from snapstore.backend.retry import RetryingBackend
 from snapstore.repository import store
-store._patient = lambda backend, clock: RetryingBackend(backend, rng=random.Random(), clock=clock)
+store._patient = lambda backend, clock, options: RetryingBackend(
+    backend, rng=random.Random(), clock=clock
+)
 run()
 """
 AGENT_S_MAX = 120

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from snapstore.cache.decoded import Cells, FileKey
 from snapstore.cache.node_cache import CachedFile, NodeCache
 from snapstore.errors import DigestMismatch, UsageError
-from snapstore.units import GIB, KIB, MIB, PAGE_BYTES
+from snapstore.units import GIB, KIB, MIB, PAGE_BYTES, align_up
 from tests.support.caches import SHARED_MEMORY, ByteContent
 from tests.support.samples import random_bytes
 
@@ -247,6 +247,19 @@ def test_a_directory_that_vanished(cache: NodeCache, memory_directory: Path) -> 
         assert read(file, 0, SIZE) == content.data
         assert not file.is_kept
         assert file.fd == -1
+
+
+@pytest.mark.parametrize("size", [0, 10**14, (1 << 50) - 3, (1 << 63) - 9, 10**32])
+def test_names_that_promise_much_are_listed_without_reading_it(
+    cache: NodeCache, memory_directory: Path, size: int
+) -> None:
+    path = memory_directory / f"{'ab' * 32}-{size}"
+    path.touch()
+    # As long as such a file is, with nothing in it.
+    meta = align_up(size, PAGE_BYTES)
+    with contextlib.suppress(OSError, OverflowError):
+        os.truncate(path, align_up(meta + PAGE_BYTES + -(-size // PAGE_BYTES), PAGE_BYTES))
+    assert [entry.held_bytes for entry in cache.entries()] in ([], [0])
 
 
 def test_ranges_outside_the_file(cache: NodeCache) -> None:

@@ -131,6 +131,26 @@ def test_decoded_files_have_to_be_in_memory(tmp_path: Path) -> None:
     refused(tmp_path / "cache", UsageError, "not in memory")
 
 
+@pytest.mark.parametrize("name", ["/run/a\0b", "/run/a\udcffb"])
+def test_a_directory_in_memory_that_settings_cannot_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="cannot be called"):
+        NodeCache.init(tmp_path / "cache", memory=name, memory_budget_bytes=MIB)
+    settings = b'{"memory": "/dev/shm/a\\u0000b", "memory_bytes": 5}'
+    (tmp_path / "cache" / "cache.json").write_bytes(settings)
+    refused(tmp_path / "cache", UsageError, "cannot be called")
+
+
+def test_init_that_is_refused_leaves_the_settings_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    NodeCache.init(path, budget_bytes=5 * MIB).close()
+    # The one is everybody's, the other not in memory.
+    for memory, kind in ((Path("/dev/shm"), PolicyRefused), (Path("/"), UsageError)):  # noqa: S108
+        with pytest.raises(kind):
+            NodeCache.init(path, memory=memory, memory_budget_bytes=MIB)
+        with NodeCache(path) as cache:
+            assert (cache.config.bytes, cache.config.memory) == (5 * MIB, None)
+
+
 @pytest.mark.skipif(is_root, reason="root may write anywhere")
 def test_no_permission(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir(mode=0o500)

@@ -257,6 +257,20 @@ def test_pinned_snapshots_stay(node: Node) -> None:
         assert (stats.packs.files, stats.decoded.files, stats.pins) == (0, 0, 0)
 
 
+def test_what_is_read_fast_is_pinned_and_evicted_with_its_snapshot(node: Node) -> None:
+    """As mounts read it, while the commands open the store with the default, strong."""
+    with node.open() as store, node.open(integrity=Integrity.FAST) as fast:
+        fast.warm("a")
+        cache = store.cache
+        assert cache is not None
+        snapshot = store.pin("a")
+        assert all(entry.is_pinned for entry in cache.entries())
+        assert store.evict("a") == 0
+        assert cache.unpin(snapshot.hex)
+        assert store.evict("a") > 4 * MIB
+        assert [entry for entry in cache.entries() if entry.tier is CacheTier.DECODED] == []
+
+
 def test_what_there_is_no_cache_for(node: Node, tmp_path: Path) -> None:
     with node.open(cached=False) as store:
         for use in (store.warm, store.pin, store.evict):
