@@ -2,5 +2,6 @@
 
 import gc
 
-# Collecting while modules load finds nothing and takes a tenth of the start; `main.run` goes back.
+# Collecting while modules load finds nothing and takes a tenth of the start; `run_program` goes
+# back to it.
 gc.disable()
