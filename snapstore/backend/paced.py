@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
+from snapstore.backend.forwarding import ForwardingBackend
 from snapstore.errors import Interrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from snapstore.backend.base import Backend, Capabilities, ObjectInfo, ObjectKind
+    from snapstore.backend.base import Backend, ObjectKind
     from snapstore.clock import Clock
-    from snapstore.units import BytesLike
 
 __all__ = ["PacedBackend"]
 
@@ -21,7 +21,7 @@ _PAUSE_S_MAX = 0.1
 """How soon somebody who waits for his turn notices that all is to stop."""
 
 
-class PacedBackend:
+class PacedBackend(ForwardingBackend):
     """Spreads reads so that their bytes keep to a rate (`Backend`). Thread-safe.
 
     A read begins when the bytes of those before it have had their time. Other verbs are not held
@@ -29,7 +29,7 @@ class PacedBackend:
     """
 
     def __init__(self, inner: Backend, clock: Clock, *, bytes_per_s: float) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
@@ -40,11 +40,7 @@ class PacedBackend:
         """Let nobody wait any longer; reads that have not begun fail with `Interrupted`."""
         self._stopped = True
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """See `Backend.capabilities`."""
-        return self._inner.capabilities
-
+    @override
     def get_range(self, kind: ObjectKind, name: str, offset: int, into: memoryview) -> None:
         """See `Backend.get_range`."""
         with self._lock:
@@ -55,22 +51,3 @@ class PacedBackend:
         if self._stopped:
             raise Interrupted("stopped while waiting to read")
         self._inner.get_range(kind, name, offset, into)
-
-    def put_new(self, kind: ObjectKind, name: str, pieces: Sequence[BytesLike]) -> None:
-        """See `Backend.put_new`."""
-        self._inner.put_new(kind, name, pieces)
-
-    def stat(self, kind: ObjectKind, name: str) -> ObjectInfo:
-        """See `Backend.stat`."""
-        return self._inner.stat(kind, name)
-
-    def list(self, kind: ObjectKind, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Backend.list`."""
-        return self._inner.list(kind, prefix)
-
-    def delete(self, kind: ObjectKind, name: str) -> None:
-        """See `Backend.delete`."""
-        self._inner.delete(kind, name)
-
-    def close(self) -> None:
-        """See `Backend.close`."""

@@ -10,16 +10,15 @@ import os
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
+from typing_extensions import override
 
-from snapstore.backend.base import Backend, Capabilities, ObjectInfo, ObjectKind
+from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.forwarding import ForwardingBackend
 from snapstore.backend.layout import object_text
 from snapstore.cache.stored import StoredObject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from snapstore.cache.stored import StoredTier
-    from snapstore.units import BytesLike
 
 __all__ = ["CachedBackend"]
 
@@ -27,21 +26,17 @@ _NAMED_BY_CONTENT = frozenset({ObjectKind.PACK, ObjectKind.RANK})
 _PREFIX_BYTES = 8
 
 
-class CachedBackend:
+class CachedBackend(ForwardingBackend):
     """See the module (`Backend`). Thread-safe. Closing it leaves both others open."""
 
     def __init__(self, inner: Backend, tier: StoredTier, store_id: str) -> None:
         """Keep what is read from `inner`, the storage of one store, apart from that of others."""
-        self._inner = inner
+        super().__init__(inner)
         self._tier = tier
         store = f"{inner.capabilities.url} {store_id}"
         self._prefix = blake3(os.fsencode(store)).hexdigest(_PREFIX_BYTES)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """See `Backend.capabilities`."""
-        return self._inner.capabilities
-
+    @override
     def get_range(self, kind: ObjectKind, name: str, offset: int, into: memoryview) -> None:
         """See `Backend.get_range`."""
         view = into if into.format == "B" else into.cast("B")
@@ -67,25 +62,6 @@ class CachedBackend:
         """Whether the cache has a range."""
         file = self.file_name(kind, name)
         return file is not None and self._tier.holds(file, offset, length)
-
-    def put_new(self, kind: ObjectKind, name: str, pieces: Sequence[BytesLike]) -> None:
-        """See `Backend.put_new`."""
-        self._inner.put_new(kind, name, pieces)
-
-    def stat(self, kind: ObjectKind, name: str) -> ObjectInfo:
-        """See `Backend.stat`."""
-        return self._inner.stat(kind, name)
-
-    def list(self, kind: ObjectKind, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See `Backend.list`."""
-        return self._inner.list(kind, prefix)
-
-    def delete(self, kind: ObjectKind, name: str) -> None:
-        """See `Backend.delete`."""
-        self._inner.delete(kind, name)
-
-    def close(self) -> None:
-        """See `Backend.close`."""
 
     def file_name(self, kind: ObjectKind, name: str) -> str | None:
         """The name of the cache file of an object; None of what is not cached."""
