@@ -1,7 +1,6 @@
 """What every test run does: required markers, one seed, Hypothesis profiles, CRIU in one worker."""
 
 import contextlib
-import gc
 import os
 import random
 import secrets
@@ -67,11 +66,6 @@ def pytest_configure(config: pytest.Config) -> None:
     unknown = required_markers(config) - known
     if unknown:
         raise pytest.UsageError(f"--require names unknown markers: {', '.join(sorted(unknown))}")
-
-
-def pytest_runtest_setup() -> None:
-    """Collect garbage in tests; the command line stops that while its modules load."""
-    gc.enable()
 
 
 def enter_own_network(config: pytest.Config) -> None:
