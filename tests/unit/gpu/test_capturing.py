@@ -5,23 +5,21 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import snapstore
-from snapagent.gpu.arena import PinnedArena
 from snapagent.gpu.capturing import CaptureReport, GpuCapture
-from snapagent.gpu.driver import Driver, Gpu
-from snapagent.gpu.hashing import PieceHasher, device_buffer
+from snapagent.gpu.driver import Gpu
+from snapagent.gpu.hashing import device_buffer
 from snapagent.gpu.stream import GpuStream, StreamTarget
 from snapstore import DEVICE_CHUNK_BYTES, Compression, Store, StoreOptions
 from snapstore.errors import Interrupted, RefNotFound
 from snapstore.units import MIB
-from tests.support.blake3_host import emulated_kernels
-from tests.support.gpu import counter, emulated_driver
+from tests.support.gpu import counter
 from tests.support.samples import bf16, random_bytes
+from tests.unit.gpu.bench import Bench, open_bench
 from tests.unit.repository.parts import memory_stores
 
 pytestmark = pytest.mark.slow
@@ -30,31 +28,10 @@ _seeds = itertools.count(os.getpid() << 8 | 0xC0)
 _memory = memory_stores()
 
 
-class Bench(NamedTuple):
-    driver: Driver
-    gpu: Gpu
-    arena: PinnedArena
-    hasher: PieceHasher
-    stack: contextlib.ExitStack
-
-    def keep(self, stream: GpuStream) -> GpuStream:
-        """Close it with the rest."""
-        return self.stack.enter_context(stream)
-
-
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    seed = next(_seeds)
-    driver = emulated_driver(
-        monkeypatch, f"capture-{seed}", devices=1, memory=256 * MIB, seed=seed, delay_us=300
-    )
-    with (
-        driver.open(0) as gpu,
-        PinnedArena(gpu, slots=6) as arena,
-        PieceHasher(gpu, emulated_kernels()) as hasher,
-        contextlib.ExitStack() as stack,
-    ):
-        yield Bench(driver, gpu, arena, hasher, stack)
+    with open_bench(monkeypatch, "capture", seed=next(_seeds), delay_us=300) as opened:
+        yield opened
 
 
 @pytest.fixture(params=[Compression.NONE, Compression.AUTO])

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import pytest
 
-from snapagent.gpu.arena import PinnedArena
-from snapagent.gpu.driver import Driver, Gpu, Lane, memory_at
-from snapagent.gpu.hashing import PieceHasher, device_buffer
+from snapagent.gpu.driver import Gpu, Lane, memory_at
+from snapagent.gpu.hashing import device_buffer
 from snapagent.gpu.stream import GpuStream, StreamReport, StreamTarget
 from snapstore import Compression, Integrity, SnapshotFile, Store, StoreOptions
 from snapstore.backend.base import Backend, ObjectKind
@@ -24,9 +23,9 @@ from snapstore.errors import DigestMismatch, MissingPack
 from snapstore.format.config import StoreConfig
 from snapstore.testing.clock import ManualClock
 from snapstore.units import KIB, MIB, align_up
-from tests.support.blake3_host import emulated_kernels
-from tests.support.gpu import counter, emulated_driver
+from tests.support.gpu import counter
 from tests.support.samples import bf16, random_bytes, text
+from tests.unit.gpu.bench import Bench, open_bench
 
 pytestmark = pytest.mark.slow
 
@@ -76,32 +75,11 @@ def shelf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return shelf_of(Compression(compression), backend)
 
 
-class Bench(NamedTuple):
-    driver: Driver
-    gpu: Gpu
-    arena: PinnedArena
-    hasher: PieceHasher
-    stack: contextlib.ExitStack
-
-    def keep(self, stream: GpuStream) -> GpuStream:
-        """Close it with the rest."""
-        return self.stack.enter_context(stream)
-
-
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """A GPU and what belongs to it."""
-    seed = next(_seeds)
-    driver = emulated_driver(
-        monkeypatch, f"stream-{seed}", devices=1, memory=256 * MIB, seed=seed, delay_us=500
-    )
-    with (
-        driver.open(0) as gpu,
-        PinnedArena(gpu, slots=6) as arena,
-        PieceHasher(gpu, emulated_kernels()) as hasher,
-        contextlib.ExitStack() as stack,
-    ):
-        yield Bench(driver, gpu, arena, hasher, stack)
+    with open_bench(monkeypatch, "stream", seed=next(_seeds), delay_us=500) as opened:
+        yield opened
 
 
 @contextlib.contextmanager
