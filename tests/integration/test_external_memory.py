@@ -5,23 +5,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 import snapstore
-from snapagent.capture import CaptureRequest, CaptureResult, capture
+from snapagent.capture import CaptureRequest, capture
 from snapagent.control import Control
 from snapagent.errors import CriuFailed, PreflightFailed
 from snapagent.memory.broker import MemoryBroker
-from snapagent.restore import Restoration, RestoreRequest, RestoreResult
-from snapagent.supervision import Place
-from snapstore import Compression, StoreOptions
 from snapstore.errors import BackendError, DigestMismatch
 from tests.support.agent import Agent
 from tests.support.external import SIZE_MIB, ExternalWorkload, broker_process
+from tests.support.external_lives import NAME, bring_back, take
 from tests.support.network_locks import without_network_locks
 from tests.support.peers import on_thread
 from tests.support.waiting import wait_until
@@ -31,37 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow]
 
-NAME = "test/external:v1"
-FRESH = Place(network="fresh", pids="fresh")
 MIB = 1 << 20
-
-
-def take(
-    agent: Agent, broker: MemoryBroker, pid: int, name: str = NAME, *, stop: bool = False
-) -> CaptureResult:
-    options = StoreOptions(compression=Compression.NONE)
-    request = CaptureRequest(pid=pid, name=name, broker=broker, stop=stop)
-    with snapstore.open_store(agent.url, options) as store:
-        return capture(store, request, agent.config)
-
-
-@contextlib.contextmanager
-def restoring(
-    agent: Agent, broker: MemoryBroker | None, name: str = NAME, *, eager: bool = False
-) -> Iterator[Restoration]:
-    request = RestoreRequest(name=name, place=FRESH, broker=broker, eager=eager)
-    with (
-        snapstore.open_store(agent.url) as store,
-        Restoration(store, request, agent.config) as restoration,
-    ):
-        yield restoration
-
-
-def bring_back(
-    agent: Agent, broker: MemoryBroker | None, name: str = NAME, *, eager: bool = False
-) -> RestoreResult:
-    with restoring(agent, broker, name, eager=eager) as restoration:
-        return restoration.run()
 
 
 def test_the_source_goes_on_and_the_copy_is_the_same(

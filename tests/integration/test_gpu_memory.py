@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import snapstore
-from snapagent.capture import CaptureRequest, CaptureResult, capture, find_obstacles
+from snapagent.capture import CaptureRequest, capture, find_obstacles
 from snapagent.config import Settings
 from snapagent.errors import PreflightFailed
 from snapagent.gpu.driver import Driver
@@ -20,20 +20,18 @@ from snapagent.memory.warming import warm_external
 from snapagent.restore import Restoration, RestoreRequest, RestoreResult
 from snapagent.server.gpus import DaemonGpus
 from snapagent.server.stores import Stores
-from snapagent.supervision import Place
-from snapstore import Compression, NodeCache, StoreOptions
+from snapstore import NodeCache, StoreOptions
 from snapstore.errors import BackendError
 from tests.support.agent import Agent
 from tests.support.blake3_host import emulated_kernels
 from tests.support.external import ExternalWorkload
+from tests.support.external_lives import FRESH, NAME, bring_back, restoring, take
 from tests.support.gpu import emulated_driver, emulated_environment
 from tests.support.network_locks import without_network_locks
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow]
 
-NAME = "test/gpu:v1"
-FRESH = Place(network="fresh", pids="fresh")
 MIB = 1 << 20
 SIZE_MIB = 64
 DEVICE_BYTES = 256 * MIB
@@ -79,34 +77,6 @@ def gpu_workload(
         ) as living,
     ):
         yield living
-
-
-def take(
-    agent: Agent, broker: MemoryBroker, pid: int, name: str = NAME, *, stop: bool = False
-) -> CaptureResult:
-    options = StoreOptions(compression=Compression.NONE)
-    request = CaptureRequest(pid=pid, name=name, broker=broker, stop=stop)
-    with snapstore.open_store(agent.url, options) as store:
-        return capture(store, request, agent.config)
-
-
-@contextlib.contextmanager
-def restoring(
-    agent: Agent, broker: MemoryBroker, name: str = NAME, *, allow_driver_change: bool = False
-) -> Iterator[Restoration]:
-    request = RestoreRequest(
-        name=name, place=FRESH, broker=broker, allow_driver_change=allow_driver_change
-    )
-    with (
-        snapstore.open_store(agent.url) as store,
-        Restoration(store, request, agent.config) as restoration,
-    ):
-        yield restoration
-
-
-def bring_back(agent: Agent, broker: MemoryBroker, name: str = NAME) -> RestoreResult:
-    with restoring(agent, broker, name) as restoration:
-        return restoration.run()
 
 
 def used_bytes(driver: Driver) -> list[int]:
