@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from snapstore.backend import layout
 from snapstore.backend.base import CONTENT_NAMED, Capabilities, ObjectInfo, ObjectKind
 from snapstore.backend.descriptors import DescriptorCache
-from snapstore.backend.direct import read_aligned
+from snapstore.backend.direct import read_aligned, takes_unaligned
 from snapstore.backend.files import (
     FileCalls,
     OsFileCalls,
@@ -88,6 +88,7 @@ class PosixBackend:
             readers_in_parallel=READERS_IN_PARALLEL,
             read_bytes_best=READ_BYTES_BEST,
         )
+        self._takes_unaligned: bool | None = None
         self._descriptors = DescriptorCache(
             self._open_held, self._files.close, clock or SystemClock()
         )
@@ -138,11 +139,13 @@ class PosixBackend:
         if offset < 0 or offset + view.nbytes > OFFSET_MAX:
             raise RangeNotSatisfiable(f"{object_text(kind, name)} has no offset {offset}")
         lend = self._descriptors.lend if kind in _HELD_OPEN else self._tree.opened
-        read = read_aligned if kind is ObjectKind.PACK else read_full
         fresh = kind not in _HELD_OPEN
         for last in tries():
             try:
                 with lend(key) as fd:
+                    # Known once a pack is open.
+                    aligned = kind is ObjectKind.PACK and not self._takes_unaligned
+                    read = read_aligned if aligned else read_full
                     size = self._missed(fd, offset, view, read(self._files, fd, offset, view))
             except OSError as error:
                 self._descriptors.forget(key)
@@ -254,8 +257,17 @@ class PosixBackend:
     def _open_held(self, key: str) -> int:
         fd = self._tree.open(key)
         if layout.name_of(ObjectKind.PACK, key):
-            self._files.set_direct(fd, direct=True)
+            try:
+                self._read_past_the_cache(fd)
+            except BaseException:
+                self._files.close(fd)
+                raise
         return fd
+
+    def _read_past_the_cache(self, fd: int) -> None:
+        is_direct = self._files.set_direct(fd, direct=True)
+        if self._takes_unaligned is None:
+            self._takes_unaligned = not is_direct or takes_unaligned(self._files, fd)
 
     def _missed(self, fd: int, offset: int, view: memoryview, count: int) -> int | None:
         """The object's size if it ends before the view does, of which `count` bytes were there."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from snapstore.backend.direct import page_aligned, read_aligned, write_direct
+from snapstore.backend.direct import page_aligned, read_aligned, takes_unaligned, write_direct
 from snapstore.backend.files import OsFileCalls
 from snapstore.units import KIB, MIB, PAGE_BYTES
 from tests.support.samples import random_bytes
@@ -136,6 +136,19 @@ def test_packs_really_pass_the_cache(fd: int) -> None:
     assert bytes(into) == data[:BODY].tobytes()
 
 
+@pytest.mark.parametrize(
+    ("make", "takes"),
+    [pytest.param(Picky, False, id="picky"), pytest.param(Refusing, True, id="refusing")],
+)
+def test_who_takes_unaligned_ranges_is_known(
+    fd: int, make: type[OsFileCalls], *, takes: bool
+) -> None:
+    os.pwrite(fd, bytes(PAGE_BYTES), 0)
+    files = make()
+    files.set_direct(fd, direct=True)
+    assert takes_unaligned(files, fd) is takes
+
+
 def test_other_errors_are_not_hidden(fd: int) -> None:
     class Full(OsFileCalls):
         @override
@@ -151,6 +164,8 @@ def test_other_errors_are_not_hidden(fd: int) -> None:
         write_direct(Full(), fd, [data])
     with pytest.raises(OSError, match="Input/output"):
         read_aligned(Full(), fd, 0, data)
+    with pytest.raises(OSError, match="Input/output"):
+        takes_unaligned(Full(), fd)
 
 
 def test_a_file_system_that_takes_nothing_is_an_error(fd: int) -> None:
