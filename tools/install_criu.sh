@@ -19,7 +19,7 @@ Usage: install_criu.sh [--from-packages | --from-source] [DEST]
 Installs CRIU >= $version_min into DEST (default: $here/criu); the program is DEST/criu.
 Does nothing when a working one is there. Tries Debian's packages, then a build from source;
 each option allows one of the two only. SNAPSTORE_CRIU_SUITE names the Debian suite to take
-them from (default: $suite).
+them from (default: $suite); of several, "sid experimental", the last one is preferred.
 END
 }
 
@@ -83,12 +83,14 @@ private_apt() {
 
 # Fills the private lists of kind "deb" or "deb-src" from the first mirror that has the suite.
 update_lists() {
-    local kind=$1 mirror options='' output=''
+    local kind=$1 mirror one options='' output=''
     mkdir -p "$work"/{state,lists/partial,cache/archives/partial,log}
     : >"$work/status"
     if [ -e "$keyring" ]; then options="[signed-by=$keyring]"; fi
     while read -r mirror; do
-        printf '%s %s %s %s main\n' "$kind" "$options" "$mirror" "$suite" >"$work/sources.list"
+        for one in $suite; do
+            printf '%s %s %s %s main\n' "$kind" "$options" "$mirror" "$one"
+        done >"$work/sources.list"
         if output=$(private_apt -o APT::Update::Error-Mode=any update 2>&1); then return 0; fi
     done < <(machine_mirrors)
     [ -n "$output" ] || fail "no Debian mirror in this machine's apt sources"
@@ -154,7 +156,7 @@ from_packages() {
     ensure_packages binutils xz-utils
     say "downloading CRIU and its libraries from Debian $suite"
     update_lists deb
-    quietly private_apt --download-only install criu
+    quietly private_apt --download-only --target-release "${suite##* }" install criu
     mkdir "$work/root"
     for package in "$work"/cache/archives/*.deb; do
         dpkg-deb --extract "$package" "$work/root"
