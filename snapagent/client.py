@@ -15,6 +15,7 @@ import msgspec
 import snapstore
 from snapagent import api
 from snapagent.errors import DaemonLost, ProtocolError
+from snapstore.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -69,7 +70,10 @@ class Daemon:
         progress: ProgressCallback | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> api.CaptureDone:
-        """Capture, as `recorded_capture` does; an exception here, such as Ctrl-C, cancels it."""
+        """Capture, as `recorded_capture` does; an exception here, such as Ctrl-C, cancels it.
+
+        Where Ctrl-C comes too late for that, `warn` is told, and the result is returned.
+        """
         done = self._follow("/v1/captures", api.CaptureJob, body, progress, warn).result
         assert done is not None, "what is done has a result"
         return done
@@ -80,7 +84,10 @@ class Daemon:
         progress: ProgressCallback | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> api.RestoreDone:
-        """Restore, as `recorded_restore` does; an exception here, such as Ctrl-C, cancels it."""
+        """Restore, as `recorded_restore` does; an exception here, such as Ctrl-C, cancels it.
+
+        Where Ctrl-C comes too late for that, `warn` is told, and the result is returned.
+        """
         done = self._follow("/v1/restores", api.RestoreJob, body, progress, warn).result
         assert done is not None, "what is done has a result"
         return done
@@ -97,12 +104,16 @@ class Daemon:
         mine = f"{target}/{job.id}"
         try:
             job = self._watch(mine, job, progress, warn)
-        except BaseException:
+        except BaseException as interruption:
             # Ended for good before anybody is told: who asks next finds nothing half done.
             with contextlib.suppress(DaemonLost, ProtocolError):
-                self.ask("DELETE", mine, kind)
-                self._watch(mine, job, None, lambda _: None)
-            raise
+                job = self.ask("DELETE", mine, kind)
+                if not job.cancelling and job.error is None:
+                    warn("it is too late to cancel this: it is done")
+                job = self._watch(mine, job, None, lambda _: None)
+            # Who was told "interrupted" would do again what has been done.
+            if not isinstance(interruption, KeyboardInterrupt) or job.result is None:
+                raise
         if job.error is not None:
             raise api.to_error(job.error)
         return job
@@ -139,7 +150,12 @@ class Daemon:
         Raises:
             SnapError: The daemon's own error.
         """
-        data = b"" if body is None else msgspec.json.encode(body)
+        try:
+            data = b"" if body is None else msgspec.json.encode(body)
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"not text: {error.object!r}", next_step="names, paths and URLs have to be UTF-8"
+            ) from error
         head = f"{method} {target} HTTP/1.0\r\nHost: agent\r\nContent-Length: {len(data)}\r\n"
         if body is not None:
             head += "Content-Type: application/json\r\n"

@@ -2,6 +2,8 @@
 
 import gc
 
+from snapstore.cli.startup import settle
+
 __all__ = ["main"]
 
 
@@ -10,6 +12,7 @@ def main() -> None:
     # Collecting while modules load finds nothing and takes a tenth of the start; `run_program`
     # goes back to it.
     gc.disable()
+    settle()
     from snapstore.cli.main import run  # noqa: PLC0415 - what is above has to come first
 
     run()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from snapstore.cli.common import Json, Quiet, command
+from snapstore.cli.common import Json, Quiet, command, path_given
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,9 @@ def run_command(
     config: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Settings. Default: $SNAPAGENT_CONFIG, else /etc/snapagent.toml."
+            metavar="FILE",
+            parser=path_given,
+            help="Settings. Default: $SNAPAGENT_CONFIG, else /etc/snapagent.toml.",
         ),
     ] = None,
     check: Annotated[

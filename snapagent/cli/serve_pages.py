@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from snapstore.cli.common import Json, Memory, Quiet, StoreUrl, Threads, command, store_url
+from snapstore.cli.common import (
+    Json,
+    Memory,
+    Quiet,
+    StoreUrl,
+    Threads,
+    command,
+    path_given,
+    store_url,
+)
 from snapstore.errors import UsageError
 from snapstore.units import format_bytes, parse_bytes
 
@@ -32,6 +41,7 @@ def serve_pages(
         Path | None,
         typer.Option(
             metavar="DIR",
+            parser=path_given,
             help="First write there what `criu restore --lazy-pages` needs beside the pages.",
         ),
     ] = None,

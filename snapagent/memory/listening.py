@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from typing import TYPE_CHECKING
 
-from snapagent.errors import AgentError
+from snapagent.errors import AgentError, AlreadyRunning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +36,8 @@ def listen(path: Path, mode: int) -> socket.socket:
         listener.setblocking(False)  # noqa: FBT003 - the only argument
     except OSError as error:
         listener.close()
-        raise AgentError(
+        kind = AlreadyRunning if error.errno == errno.EADDRINUSE else AgentError
+        raise kind(
             f"no memory broker can be at {path}: {error.strerror}",
             next_step="run as root, end the other broker, or choose another path",
         ) from error

@@ -83,7 +83,9 @@ class CacheDirectory:
         """Open a file, which must be one; symbolic links are not followed."""
         flags = os.O_RDWR if write else os.O_RDONLY
         flags |= os.O_CREAT if create else 0
-        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        # What is no file is refused below; a fifo must not make us wait for somebody else first.
+        flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600, dir_fd=self._fd)
         try:
             _require_own_file(self.path / name, os.fstat(fd))
         except BaseException:

@@ -19,7 +19,7 @@ from snapstore.cache.directory import CacheDirectory, unusable
 from snapstore.cache.pins import Pin, Pins
 from snapstore.cache.stored import StoredTier
 from snapstore.clock import Clock, SystemClock
-from snapstore.errors import AccessDenied, UsageError
+from snapstore.errors import AccessDenied, OutOfSpace, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -257,7 +257,8 @@ class NodeCache:
                 _open_memory(config.memory).close()
             write_config(opened, config, replace=True)
         except OSError as error:
-            raise AccessDenied(
+            kind = OutOfSpace if error.errno in {errno.ENOSPC, errno.EDQUOT} else AccessDenied
+            raise kind(
                 f"cannot write to the cache at {opened.path}: {error.strerror or error}"
             ) from error
         finally:

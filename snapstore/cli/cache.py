@@ -19,6 +19,7 @@ from snapstore.cli.common import (
     cache_directory,
     command,
     parse_ranks,
+    path_given,
     store_url,
 )
 from snapstore.clock import SystemClock, format_utc
@@ -50,7 +51,10 @@ _Tier = Annotated[
 @cache.command()
 def init(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where; a directory of its own on a local disk.")
+        Path,
+        typer.Argument(
+            metavar="DIR", parser=path_given, help="Where; a directory of its own on a local disk."
+        ),
     ],
     *,
     size: Annotated[
@@ -61,7 +65,9 @@ def init(
     ] = None,
     memory: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="On tmpfs or hugetlbfs, for decoded files."),
+        typer.Option(
+            metavar="DIR", parser=path_given, help="On tmpfs or hugetlbfs, for decoded files."
+        ),
     ] = None,
     memory_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="For decoded files; with --memory.")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from snapstore.cli.console import Console
+from snapstore.cli.startup import interrupt_by_exception
 from snapstore.errors import Interrupted, OutOfSpace, SnapError, UsageError
 from snapstore.options import (
     NODE_CACHE_VARIABLE,
@@ -36,6 +37,7 @@ __all__ = [
     "cache_directory",
     "command",
     "parse_ranks",
+    "path_given",
     "store_url",
 ]
 
@@ -47,10 +49,27 @@ StoreUrl = Annotated[
         help=f"The store, such as file:///mnt/nfs/snapshots. Default: ${STORE_URL_VARIABLE}.",
     ),
 ]
+
+
+def path_given(text: str | Path) -> Path:
+    """Read an argument that is a path; for `parser=` of options and arguments.
+
+    An empty one is refused: it comes from a variable that nobody has set, and would be the
+    directory that the program happens to run in.
+
+    Raises:
+        typer.BadParameter: It is empty.
+    """
+    if not str(text):
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
 CacheDirectory = Annotated[
     Path | None,
     typer.Option(
         "--cache",
+        parser=path_given,
         metavar="DIR",
         help=f"The node's cache, which what is read goes through. Default: ${NODE_CACHE_VARIABLE}.",
     ),
@@ -73,6 +92,7 @@ def command(*, json: bool, quiet: bool) -> Iterator[Console]:
     """
     console = Console(json=json, quiet=quiet)
     signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_by_exception()
     try:
         yield console
         sys.stdout.flush()
@@ -145,10 +165,21 @@ def parse_labels(texts: list[str]) -> dict[str, str]:
         key, equals, value = text.partition("=")
         if not key or not equals:
             raise UsageError(f"not a label: {text!r}", next_step="write it as key=value")
+        if not _is_text(text):
+            raise UsageError(f"not a label: {text!r}", next_step="write it in UTF-8")
         if key in labels:
             raise UsageError(f"two labels with the key {key!r}", next_step="give it once")
         labels[key] = value
     return labels
+
+
+def _is_text(argument: str) -> bool:
+    """Whether an argument is valid UTF-8; bytes that are not come as surrogates."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:

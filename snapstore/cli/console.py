@@ -37,7 +37,7 @@ class Console:
     def result(self, value: Mapping[str, object], text: str) -> None:
         """Print what a command found or did: an object, or a line or more for people."""
         if self.json:
-            print(msgspec.json.encode(value, order="sorted").decode(), flush=True)
+            print(_as_json(value), flush=True)
         else:
             print(_shown(text))
 
@@ -81,7 +81,7 @@ class Console:
                     "retryable": error.retryable,
                 }
             }
-            print(msgspec.json.encode(document, order="sorted").decode(), flush=True)
+            print(_as_json(document), flush=True)
         lines = [f"error: {error}", *(f"note: {note}" for note in getattr(error, "__notes__", ()))]
         if error.next_step:
             lines.append(f"next: {error.next_step}")
@@ -109,7 +109,30 @@ def _complain(text: str) -> None:
 
 
 def _shown(text: str) -> str:
-    return text.translate(_CONTROL)
+    return _as_text(text).translate(_CONTROL)
+
+
+def _as_json(value: Mapping[str, object]) -> str:
+    try:
+        return msgspec.json.encode(value, order="sorted").decode()
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_with_text(value), order="sorted").decode()
+
+
+def _with_text(value: object) -> object:
+    """Copy a document, with its paths that are no text written as `_as_text` does."""
+    if isinstance(value, str):
+        return _as_text(value)
+    if isinstance(value, Mapping):
+        return {key: _with_text(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text(item) for item in value]
+    return value
+
+
+def _as_text(text: str) -> str:
+    r"""Write bytes of a path that are not UTF-8 as `\xNN`, as elsewhere in what we print."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from snapstore.cli.common import (
     cache_directory,
     command,
     parse_ranks,
+    path_given,
     store_url,
 )
 from snapstore.errors import UsageError
@@ -70,7 +71,11 @@ ReadAhead = Annotated[
 ]
 LogFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Where to log. Default: the system's log, or stderr."),
+    typer.Option(
+        metavar="FILE",
+        parser=path_given,
+        help="Where to log. Default: the system's log, or stderr.",
+    ),
 ]
 CheckedBy = Annotated[Integrity, typer.Option(help="Check frames only, or chunk ids as well.")]
 
@@ -129,7 +134,9 @@ def mount(
 
 
 def umount(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where it is mounted.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", parser=path_given, help="Where it is mounted.")
+    ],
     *,
     force: Annotated[
         bool, typer.Option("--force", help="Even if it is in use: what is being read fails.")
@@ -173,9 +180,11 @@ def _places(places: list[str], *, all_names: bool) -> tuple[str | None, Path]:
     wanted = ["DIR"] if all_names else ["NAME[:TAG]", "DIR"]
     if len(places) != len(wanted):
         raise UsageError(
-            f"{len(places)} arguments where {' '.join(wanted)} belong",
+            f"{' '.join(wanted)} must be given, and {len(places)} arguments are",
             next_step="write `snapstore mount NAME[:TAG] DIR` or `snapstore mount --all DIR`",
         )
+    if not places[-1]:
+        raise UsageError("DIR is empty", next_step="name a directory")
     return (None if all_names else places[0]), Path(places[-1])
 
 

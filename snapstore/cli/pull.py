@@ -17,6 +17,7 @@ from snapstore.cli.common import (
     cache_directory,
     command,
     parse_ranks,
+    path_given,
     store_url,
 )
 from snapstore.clock import SystemClock
@@ -35,7 +36,10 @@ def pull(
         str, typer.Argument(metavar="NAME[:TAG]", help="Which snapshot; or NAME@b3:ID.")
     ],
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to; must not exist or be empty.")
+        Path,
+        typer.Argument(
+            metavar="DIR", parser=path_given, help="Where to; must not exist or be empty."
+        ),
     ],
     *,
     rank: Annotated[

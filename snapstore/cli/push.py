@@ -15,6 +15,7 @@ from snapstore.cli.common import (
     Threads,
     command,
     parse_labels,
+    path_given,
     store_url,
 )
 from snapstore.clock import SystemClock
@@ -29,7 +30,9 @@ __all__ = ["push"]
 
 
 def push(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The tree to store.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", parser=path_given, help="The tree to store.")
+    ],
     name: Annotated[str, typer.Argument(metavar="NAME[:TAG]", help="What to call it.")],
     *,
     label: Annotated[

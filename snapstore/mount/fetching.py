@@ -42,6 +42,10 @@ _SLACK_BYTES = 2 * MIB
 """The kernel asks for what it reads ahead slightly out of order."""
 
 _RETRY_S = 0.5
+_DAMAGED_S = 10.0
+"""How long blocks are not asked for again that hold bytes which are damaged or gone. What is sound
+beside the damage is read without them meanwhile."""
+
 _ROUNDS_MAX = 8
 """How often to wait for blocks that are gone again before they are read."""
 
@@ -60,12 +64,13 @@ class FetchFailed(SnapError):
 class OpenFile:
     """A file of which something is open: its content, and what is on the way."""
 
-    __slots__ = ("content", "name", "on_the_way")
+    __slots__ = ("_damaged", "content", "name", "on_the_way")
 
     def __init__(self, content: Content, name: str) -> None:
         self.content = content
         self.name = name
         self.on_the_way: dict[int, _Fetch] = {}
+        self._damaged: dict[int, tuple[float, SnapError | None]] = {}
 
     @property
     def end(self) -> int:
@@ -75,6 +80,27 @@ class OpenFile:
     def is_coming(self, block: int) -> bool:
         """Whether a block is at hand or on the way."""
         return self.content.has(block) or block in self.on_the_way
+
+    def note_damage(self, fetch: _Fetch, error: SnapError) -> None:
+        """Remember for a while what a fetch has failed with."""
+        until_s = trio.current_time() + _DAMAGED_S
+        # Of several blocks nobody knows which one it was: each is to be tried by itself.
+        known = error if fetch.count == 1 else None
+        for block in range(fetch.first, fetch.first + fetch.count):
+            self._damaged[block] = until_s, known
+
+    def is_doubtful(self, block: int) -> bool:
+        """Whether a fetch of this block, among others or alone, has failed a moment ago."""
+        if block not in self._damaged:
+            return False
+        if self._damaged[block][0] > trio.current_time():
+            return True
+        del self._damaged[block]
+        return False
+
+    def damage(self, block: int) -> SnapError | None:
+        """Why this very block could not be brought a moment ago, if that is so."""
+        return self._damaged[block][1] if self.is_doubtful(block) else None
 
 
 class Reader:
@@ -159,6 +185,9 @@ class Fetcher:
         first, end = offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)
         for block in range(first, end):
             if not file.is_coming(block):
+                damage = file.damage(block)
+                if damage is not None:
+                    return damage
                 to = min(block + _TOGETHER_WAITED_FOR, file.end) if reader.is_in_order else end
                 if not self._start(file, block, to, in_order=reader.is_in_order):
                     await self._room.wait()
@@ -195,7 +224,7 @@ class Fetcher:
         end = min(-(-to // BLOCK_BYTES), file.end)
         while block < end:
             count = 1
-            if not file.is_coming(block):
+            if not file.is_coming(block) and not file.is_doubtful(block):
                 count = self._start(file, block, end, in_order=True, is_ahead=True)
                 if not count:
                     break
@@ -238,8 +267,14 @@ class Fetcher:
         """
         together = self._together_ahead if is_ahead else _TOGETHER_WAITED_FOR
         count_max = min(end - block, together, file.content.together(block))
+        if file.is_doubtful(block):
+            count_max = 1
         count = 1
-        while count < count_max and not file.is_coming(block + count):
+        while (
+            count < count_max
+            and not file.is_coming(block + count)
+            and not file.is_doubtful(block + count)
+        ):
             count += 1
         fill = file.content.begin(block, count, in_order=in_order)
         if fill is None:
@@ -258,6 +293,8 @@ class Fetcher:
             is_filled = True
         except SnapError as error:
             fetch.error = error
+            if not error.retryable and not isinstance(error, FetchFailed):
+                file.note_damage(fetch, error)
             log.warning("%s: offset %d: %s", file.name, fetch.first * BLOCK_BYTES, error)
         finally:
             for number in range(fetch.first, fetch.first + fetch.count):

@@ -127,9 +127,9 @@ def clear_dead(directory: Path) -> bool:
         if state is not State.DEAD:
             if found.type != TYPE:
                 return was_there
+            silent = ", and its process does not answer" if state is State.SILENT else ""
             raise AlreadyMounted(
-                f"{found.source} is mounted on {str(directory)!r}, and of its process can be said: "
-                f"{state.value}",
+                f"{found.source} is mounted on {str(directory)!r} already{silent}",
                 next_step="`snapstore umount` it first, or give another directory",
             )
         detach(directory, lazy=True)

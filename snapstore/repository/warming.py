@@ -76,10 +76,12 @@ def warm_snapshot(
     """Fetch what the cache lacks of a snapshot, or of some of its ranks.
 
     Raises:
-        UsageError: There is no such part of the cache.
+        UsageError: There is no such part of the cache, or no such rank.
         IntegrityError: Bytes are damaged or gone.
     """
     cache = _cache_of(snapshot)
+    for number in ranks:
+        snapshot.rank(number)
     if not cache.has(tier):
         raise UsageError(
             f"the cache at {cache.directory} keeps no {tier.value}",
@@ -177,10 +179,15 @@ def _warm_packs(
                 data = stored[begin : begin + frame.stored_length]
                 check_stored(backend, unit.pack, frame, data)
         meter.add(unit.length)
-        is_kept = backend.holds(ObjectKind.PACK, unit.pack.hex, unit.offset, unit.length)
-        return 0 if is_kept else unit.length
+        return 0
 
-    missed = _fetch_all(fetch, plan.units, threads)
+    _fetch_all(fetch, plan.units, threads)
+    # Not before: what came last may have taken the room of what came first.
+    missed = sum(
+        unit.length
+        for unit in plan.units
+        if not backend.holds(ObjectKind.PACK, unit.pack.hex, unit.offset, unit.length)
+    )
     return WarmResult(
         tier=CacheTier.PACKS, wanted_bytes=plan.stored_bytes, missed_bytes=missed, files=0
     )

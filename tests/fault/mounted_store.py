@@ -201,6 +201,8 @@ def cache_full(folder: Path) -> None:
             stats = store.cache.stats()
             assert stats.decoded.used_bytes <= 2 * MIB
             assert store.warm("large").missed_bytes > 0
+    with pytest.raises(OutOfSpace, match="cannot write to the cache"):
+        NodeCache.init(disk / "another", budget_bytes=MIB)
 
 
 def cache_unusable(folder: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from snapagent.api import BODY_BYTES_MAX
 from snapagent.config import RUN_VARIABLE, STATE_VARIABLE
 from snapagent.server.routes import ROUTES
-from tests.support.agent import ROOT, Agent
+from tests.support.agent import ROOT, Agent, failed
 from tests.support.daemon import Daemon, program, running_daemon
 from tests.support.users import NOBODY, as_nobody
 from tests.support.waiting import wait_until
@@ -198,6 +198,12 @@ def test_commands_say_the_same(daemon: Daemon, arguments: list[str]) -> None:
         output, errors = process.communicate(timeout=60)
         said.append((process.returncode, output, errors))
     assert said[0] == said[1]
+
+
+def test_names_that_are_no_text(daemon: Daemon) -> None:
+    """Goal: bytes that no JSON can say are refused before the daemon is asked."""
+    error = failed(daemon.agent.start("restore", "tree\udcff"), code=2)
+    assert error["code"] == "UsageError"
 
 
 def test_commands_load_little(daemon: Daemon) -> None:

@@ -4,6 +4,8 @@ Method: hold the work in a state from outside, by a store that does not answer, 
 waits, or by a helper process that is stopped; kill; start the next daemon; look for what is left.
 """
 
+import json
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +14,8 @@ import pytest
 
 import snapstore
 from snapagent.control import CAPTURE_STATES, ENDED, RESTORE_STATES
+from tests.support.agent import AGENT_S_MAX, Agent, agent_folder, failed
 from tests.support.agent import FRESH as FRESH_OPTIONS
-from tests.support.agent import Agent, agent_folder, failed
 from tests.support.daemon import held_criu
 from tests.support.held_work import CANCELLED, CAPTURE, CASES, HELD, RESTORE, HeldWork, in_filling
 from tests.support.network_locks import without_network_locks
@@ -205,3 +207,30 @@ def test_command_interrupted(world: World, number: signal.Signals) -> None:
         assert failed(command, code=130)["code"] == "Interrupted"
         assert daemon.state(job) == "cancelled"
         assert_unharmed(world, RESTORE)
+
+
+def test_command_interrupted_too_late(world: World) -> None:
+    """Goal: Ctrl-C while a restore is released is no "interrupted": its processes go on.
+
+    Method: stop the supervisor, so that the daemon waits for it in `releasing`.
+    """
+    with world.agent.nothing_left(), world.daemon() as daemon:
+        command = world.agent.start("restore", "tree", "--record", "2", *FRESH_OPTIONS)
+        wait_until(lambda: bool(daemon.get(RESTORE)["restores"]), "a job")
+        job = f"{RESTORE}/{daemon.get(RESTORE)['restores'][0]['id']}"
+        daemon.await_state(job, "filling")
+        supervisor = world.agent.process_named("snapagent-super")
+        os.kill(supervisor, signal.SIGSTOP)
+        try:
+            daemon.await_state(job, "releasing")
+            command.send_signal(signal.SIGINT)
+            assert command.stderr is not None
+            assert any("too late" in line for line in command.stderr)
+        finally:
+            os.kill(supervisor, signal.SIGCONT)
+        out, err = command.communicate(timeout=AGENT_S_MAX)
+        assert command.returncode == 0, err
+        assert json.loads(out)["snapshot"]
+        assert daemon.state(job) == "done"
+        world.stored.check()
+        world.end_restored()

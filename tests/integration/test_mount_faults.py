@@ -98,6 +98,8 @@ def test_damage_is_an_error(
         assert f"/{name}: offset" in mount.log
     assert "pack " in mount.log
     assert "checksum" in mount.log
+    # Each of a few blocks is asked for in vain once or twice, and not by every page that is read.
+    assert mount.log.count(" WARNING ") < 32
 
 
 def test_pack_gone_and_back(mounts: Mounts, tmp_path: Path) -> None:

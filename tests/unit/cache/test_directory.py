@@ -155,3 +155,11 @@ def test_init_that_is_refused_leaves_the_settings_as_they_were(tmp_path: Path) -
 def test_no_permission(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir(mode=0o500)
     refused(tmp_path / "cache", AccessDenied, "cannot use")
+
+
+def test_a_fifo_in_place_of_the_settings_is_no_wait(tmp_path: Path) -> None:
+    NodeCache(tmp_path / "cache").close()
+    (tmp_path / "cache" / "cache.json").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "cache" / "cache.json", 0o600)
+    with pytest.raises(SnapError, match="no file of this user"):
+        NodeCache(tmp_path / "cache")

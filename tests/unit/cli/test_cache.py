@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import snapstore
 from snapstore.units import MIB
+from tests.support.samples import random_bytes
 from tests.unit.cli.conftest import Shop
 from tests.unit.cli.program import one_object, run
 
@@ -84,6 +86,11 @@ def test_a_life(shop: Shop, cache: Path, tmp_path: Path) -> None:
             2,
             "0 bytes",
         ),
+        (
+            ("cache", "warm", NAME, "--cache", "{cache}", "--store", "{store}", "--rank", "7"),
+            2,
+            "no rank 7",
+        ),
         (("cache", "warm", "no/such", "--cache", "{cache}", "--store", "{store}"), 3, "no/such"),
         (
             ("cache", "warm", NAME, "--cache", "{open}", "--store", "{store}"),
@@ -103,6 +110,27 @@ def test_exit_codes(
     assert ended.code == code, ended.err
     assert words in ended.err
     assert "next:" in ended.err
+
+
+def test_what_takes_its_own_room_is_8(tmp_path: Path) -> None:
+    """Goal: a snapshot is only called warm if all of it is there in the end.
+
+    Method: six packs, half of which fit into the cache, fetched one after the other.
+    """
+    url = f"file://{tmp_path / 'store'}"
+    (tmp_path / "tree").mkdir()
+    with snapstore.init_store(url) as store:
+        for number in range(6):
+            content = random_bytes(2 * MIB, number).tobytes()
+            (tmp_path / "tree" / str(number)).write_bytes(content)
+            store.push(tmp_path / "tree", NAME)
+    cache = tmp_path / "cache"
+    assert run("cache", "init", cache, "--bytes", "7MiB").code == 0
+    ended = run(
+        "cache", "warm", NAME, "--tier", "packs", "--threads", "1", "--cache", cache, store=url
+    )
+    assert ended.code == 8, ended.err
+    assert "did not fit" in ended.err
 
 
 def test_no_room_is_8(shop: Shop, tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 import contextlib
 import os
 import pty
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import snapstore
+from tests.support.trees import same_trees
 from tests.unit.cli.conftest import Shop
-from tests.unit.cli.program import ENVIRONMENT, command_line, one_object, run
+from tests.unit.cli.program import ENVIRONMENT, PATIENCE_S, command_line, one_object, run
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +71,88 @@ def test_progress_is_lines_where_there_is_no_terminal(shop: Shop, tmp_path: Path
     pulled = run("pull", "a", tmp_path / "out", store=tmp_path / "store")
     assert [line.split(":")[0] for line in pulled.err.splitlines()] == ["plan", "fetch", "finish"]
     assert "\x1b" not in pushed.err + pulled.err + pulled.out
+
+
+def shell(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[bytes]:
+    """Run the program as `"$@"` of a shell, which redirects its streams."""
+    return subprocess.run(  # noqa: S603 - our own program
+        ["/bin/sh", "-c", command, "sh", *command_line(arguments)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "redirections", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full", "2>&1 | head -c 1"]
+)
+def test_streams_that_are_closed_or_full(shop: Shop, tmp_path: Path, redirections: str) -> None:
+    """Goal: what nobody can read is lost, and the work is done; nothing is printed into files."""
+    out = tmp_path / "out"
+    command = f'"$@" {redirections}'
+    ended = shell(command, "pull", "team/model:v1", out, "--store", shop.store)
+    assert (ended.returncode, b"Traceback" in ended.stderr) == (0, False), ended.stderr
+    same_trees(shop.tree, out)
+
+
+def test_a_result_that_cannot_be_written_is_an_error(shop: Shop) -> None:
+    ended = shell('"$@" >/dev/full', "show", "team/model:v1", "--store", shop.store)
+    assert (ended.returncode, ended.stderr.count(b"No space left")) == (8, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_it_loads(number: signal.Signals) -> None:
+    """Goal: 130 and one line, where Python alone would show what it was importing."""
+    code = f"import os; from snapstore.cli.startup import settle; settle(); os.kill(0, {number:d})"
+    ended = subprocess.run(  # noqa: S603 - this interpreter
+        [sys.executable, "-c", code], capture_output=True, start_new_session=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (130, b"error: interrupted\n")
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    code = (
+        "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from snapstore.cli.startup import settle; settle(); os.kill(os.getpid(), signal.SIGINT)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)  # noqa: S603
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_paths_that_are_no_text(shop: Shop, tmp_path: Path) -> None:
+    """Goal: bytes of a path that are not UTF-8 are shown as `\\xNN`, in JSON too."""
+    out = Path(os.fsdecode(bytes(tmp_path) + b"/out\xff"))
+    pulled = one_object(run("pull", "team/model:v1", out, "--json", store=shop.store))
+    assert pulled["directory"] == f"{tmp_path}/out\\xff"
+    same_trees(shop.tree, out)
+    told = run("pull", "team/model:v1", f"{out}-again", store=shop.store)
+    assert f"is in {tmp_path}/out\\xff-again" in told.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("push", "", "a"),
+        ("pull", "team/model:v1", ""),
+        ("pull", "team/model:v1", "{out}", "--cache", ""),
+        ("mount", "team/model:v1", ""),
+        ("umount", ""),
+        ("cache", "init", ""),
+        ("push", "{out}", "a", "--label", "key=\udcff"),
+    ],
+)
+def test_arguments_that_nobody_can_mean(
+    shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """Goal: an empty path, of a variable that is not set, is not the present directory."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    given = [argument.format(out=tmp_path / "out") for argument in arguments]
+    environment = {"SNAPSTORE_URL": f"file://{shop.store}"}
+    ended = run(*given, environment=environment)
+    assert ended.code == 2, ended.err
+    assert "empty" in ended.err or "UTF-8" in ended.err
 
 
 def test_progress_is_a_bar_on_a_terminal(shop: Shop, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from snapagent.errors import AgentError, PreflightFailed
+from snapagent.errors import AgentError, AlreadyRunning, PreflightFailed
 from snapagent.linux.memfds import check_memfd, make_memfd
 from snapagent.linux.peers import Process, open_process
 from snapagent.memory.broker import BrokerLimits, MemoryBroker
@@ -590,7 +590,7 @@ def test_memory_whose_processes_are_gone_at_the_end_is_freed(broker: MemoryBroke
 
 def test_one_broker_at_a_path(broker: MemoryBroker) -> None:
     other = MemoryBroker(broker.path)
-    with pytest.raises(AgentError, match="no memory broker can be at"):
+    with pytest.raises(AlreadyRunning, match="no memory broker can be at"):
         other.start()
     other.close()
     with Peer(broker.path).socket:
