@@ -212,10 +212,13 @@ def concluded(parts: Mapping[str, Any], targets: Targets) -> dict[str, object]:
         said["streams"] = judged({"pinned": last["pinned"], **rates}, targets)
         said["scaling"] = _scaling(rows)
     fixed: Fixed | None = None
-    restored = parts.get("restore", {}).get("store_restore")
+    restored = parts.get("restore", {}).get("store_restores")
     if restored:
-        said["restore"] = judged(_found(parts["restore"], restored, "store", "restore_s"), targets)
-        fixed = _fixed(restored)
+        # The first one: what a restore is that follows a capture, with pages never read before.
+        said["restore"] = judged(
+            _found(parts["restore"], restored[0], "store", "restore_s"), targets
+        )
+        fixed = _fixed(restored[0])
     cached = parts.get("cached", {}).get("cached_restores")
     if cached:
         best = min(cached, key=lambda run: run["answered_s"])

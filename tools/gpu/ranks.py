@@ -114,8 +114,8 @@ class TorchRank:
                 found.append(int((sums * places).sum()))
         return hashlib.sha256(repr(found).encode()).hexdigest()
 
-    def join(self, file: str) -> str:
-        """Make the communicator, together with all others."""
+    def join(self, file: str) -> list[str]:
+        """Make the communicator, together with all others; says which threads there are then."""
         torch = self.torch
         device: dict[str, Any] = {}
         if self.wishes.backend == "nccl":
@@ -130,7 +130,7 @@ class TorchRank:
             **device,
         )
         torch.distributed.barrier()
-        return "joined"
+        return _threads()
 
     def reduce(self) -> list[str]:
         """All-reduce some of the weights, as integers and as numbers; say digests of both."""
@@ -143,14 +143,14 @@ class TorchRank:
             found.append(hashlib.sha256(raw).hexdigest()[:16])
         return found
 
-    def leave(self) -> str:
+    def leave(self) -> list[str]:
         """Destroy the communicator, and give back what torch keeps of CUDA's own memory."""
         torch = self.torch
         torch.cuda.synchronize()
         torch.distributed.destroy_process_group()
         gc.collect()
         torch.cuda.empty_cache()
-        return "left"
+        return _threads()
 
     def release(self) -> str:
         """Let go of the memory."""
@@ -210,17 +210,17 @@ class DriverRank:
         """Say a digest of all of them."""
         return self._digest(self.block.size_bytes)
 
-    def join(self, _file: str) -> str:
+    def join(self, _file: str) -> list[str]:
         """Do nothing: there is no communicator."""
-        return "alone"
+        return _threads()
 
     def reduce(self) -> list[str]:
         """Say a digest of the first bytes, which are this rank's alone."""
         return [self._digest(_PATTERN_BYTES)]
 
-    def leave(self) -> str:
+    def leave(self) -> list[str]:
         """Do nothing."""
-        return "alone"
+        return _threads()
 
     def release(self) -> str:
         """Let go of the memory."""
@@ -231,6 +231,12 @@ class DriverRank:
         """Get it back."""
         self.memory.resume(RESUME_S_MAX)
         return "resumed"
+
+
+def _threads() -> list[str]:
+    """Return the names of threads: libraries name those that a communicator has."""
+    tasks = Path("/proc/self/task").iterdir()
+    return sorted({(task / "comm").read_text(encoding="utf-8").strip() for task in tasks})
 
 
 def _host_memory() -> dict[str, object]:

@@ -105,7 +105,9 @@ def fitting_gib(
 
 
 @contextlib.contextmanager
-def memory_folder(size_bytes: int, where: Path | None = None) -> Iterator[tuple[Path, int]]:
+def memory_folder(
+    size_bytes: int, where: Path | None = None, huge: str = ""
+) -> Iterator[tuple[Path, int]]:
     """Lend a folder in memory, with how much fits into it; it goes with all that is in it.
 
     `/dev/shm` often has half of the machine's memory, so a tmpfs of its own is mounted if that may
@@ -114,13 +116,16 @@ def memory_folder(size_bytes: int, where: Path | None = None) -> Iterator[tuple[
     Args:
         size_bytes: How large the tmpfs may become.
         where: An existing folder to use instead.
+        huge: Whether the tmpfs gets large pages, in the words of mount(8): `always`, `within_size`
+            or `advise`; what `/dev/shm` has unless given.
     """
-    if where is not None or size_bytes <= shutil.disk_usage(SHARED_MEMORY).free:
+    has_room = not huge and size_bytes <= shutil.disk_usage(SHARED_MEMORY).free
+    if where is not None or has_room:
         with tempfile.TemporaryDirectory(prefix="eight-", dir=where or SHARED_MEMORY) as name:
             yield Path(name), shutil.disk_usage(name).free
         return
     with tempfile.TemporaryDirectory(prefix="eight-") as name:
-        made = _mount(name, size_bytes)
+        made = _mount(name, size_bytes, huge)
         if not made:
             with tempfile.TemporaryDirectory(prefix="eight-", dir=SHARED_MEMORY) as other:
                 yield Path(other), shutil.disk_usage(other).free
@@ -131,8 +136,8 @@ def memory_folder(size_bytes: int, where: Path | None = None) -> Iterator[tuple[
             _unmount(name)
 
 
-def _mount(path: str, size_bytes: int) -> bool:
-    options = f"size={size_bytes >> 20}m,mode=0700"
+def _mount(path: str, size_bytes: int, huge: str) -> bool:
+    options = f"size={size_bytes >> 20}m,mode=0700" + (f",huge={huge}" if huge else "")
     done = subprocess.run(  # noqa: S603 - the system's
         ["mount", "-t", "tmpfs", "-o", options, "eight", path],  # noqa: S607
         check=False,

@@ -69,6 +69,8 @@ class WholeOptions:
         engine: `torch` or `driver`; see `tools.gpu.ranks`.
         p2p: Whether NCCL may use peer access between GPUs. Communicators are destroyed before the
             capture, so that the driver may not mind.
+        restores: How many restores there are out of the store; the first one reads pages that
+            nobody has read before.
         cached: How many restores there are out of a registered cache; 0 for none.
         budget_bytes: Of the store's buffers.
         workers: Threads that fill each GPU; 0 for what the agent takes.
@@ -80,6 +82,7 @@ class WholeOptions:
     gib: float
     engine: str = "torch"
     p2p: bool = False
+    restores: int = 1
     cached: int = 0
     budget_bytes: int = 4 * GIB
     workers: int = 0
@@ -179,16 +182,18 @@ class _Whole:
         self.living.control.unlink(missing_ok=True)
         self._await_freed()
         self.say("it is captured and stopped")
-        result["store_restore"] = first = self._bring_back(None)
-        same = [first["same"]]
+        self._restore("store_restores", options.restores, None)
         if options.cached:
-            cache = self._make_cache()
-            runs: list[dict[str, object]] = []
-            result["cached_restores"] = runs
-            for _ in range(options.cached):
-                runs.append(self._bring_back(cache))
-                same.append(runs[-1]["same"])
-        result["ok"] = all(same)
+            self._restore("cached_restores", options.cached, self._make_cache())
+        result["ok"] = True
+
+    def _restore(self, name: str, count: int, cache: Path | None) -> None:
+        runs: list[dict[str, object]] = []
+        self.result[name] = runs
+        for _ in range(count):
+            runs.append(self._bring_back(cache))
+            if not runs[-1]["same"]:
+                raise RuntimeError(f"{name}: not what was captured")
 
     def ask(self, words: str) -> list[dict[str, object]]:
         """Ask all ranks."""
@@ -202,15 +207,18 @@ class _Whole:
         for words, name in zip(steps, ("join", "sums", "weights"), strict=True):
             answers = self.ask(words)
             found[f"{name}_s"] = [one["s"] for one in answers]
-            if name != "join":
-                found[name] = [one["value"] for one in answers]
+            found[name] = [one["value"] for one in answers]
+        found["threads_joined"] = found.pop("join")
         return found
 
     def _take(self, pid: int) -> dict[str, object]:
         """Let them leave and release, capture the tree, and end it."""
         found: dict[str, object] = {}
         for words in ("leave", "release"):
-            found[f"{words}_s"] = [one["s"] for one in self.ask(words)]
+            answers = self.ask(words)
+            found[f"{words}_s"] = [one["s"] for one in answers]
+            if words == "leave":
+                found["threads_left"] = [one["value"] for one in answers]
         options = snapstore.StoreOptions(
             memory_bytes=self.options.budget_bytes, compression=snapstore.Compression.NONE
         )
