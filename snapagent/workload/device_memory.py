@@ -26,6 +26,7 @@ from snapagent.workload.external_memory import (
 )
 from snapagent.workload.free_list import FreeList
 from snapagent.workload.libcuda import CudaCallError, CudaMissingError
+from snapagent.workload.shared_gpu import opened_bytes, restores_opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -168,9 +169,15 @@ class DeviceMemory(ExternalMemory):
 
     @override
     def release(self) -> None:
-        """Wait for the GPUs, unmap all memory and let go of the broker; see `ExternalMemory`."""
+        """Wait for the GPUs, unmap all memory and let go of the broker; see `ExternalMemory`.
+
+        Raises:
+            MemoryRefused: It has memory of another process open (CUDA IPC, NCCL with peer access),
+                with which it could not be restored. All stays as it was.
+        """
         with self._lock:
             if not self._is_guest:
+                self._refuse_opened()
                 super().release()
                 self._mark(is_mapped=False)
 
@@ -181,6 +188,19 @@ class DeviceMemory(ExternalMemory):
             if not self._is_guest:
                 super().resume(timeout_s)
                 self._mark(is_mapped=not self._is_closed)
+
+    def _refuse_opened(self) -> None:
+        if self._is_released or not self._contexts or restores_opened():
+            return
+        with self._current(next(iter(self._contexts))):
+            opened = opened_bytes(self._cuda)
+        if opened:
+            raise MemoryRefused(
+                f"this process has {opened} bytes of GPU memory of another process open, with "
+                "which the CUDA driver could checkpoint it and could not restore it",
+                next_step="destroy the communicators of NCCL (torch.distributed: "
+                "destroy_process_group) and close what was opened by CUDA IPC before release",
+            )
 
     def _mark(self, *, is_mapped: bool) -> None:
         """Let the agent see whether memory is mapped: the driver would checkpoint it all the same.
