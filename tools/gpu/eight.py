@@ -24,6 +24,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -52,6 +53,7 @@ GIB: Final = 1 << 30
 _GRACE_S: Final = 25
 """From the end of the time until everything is killed: removing much memory takes a while."""
 _HOST_SHARE: Final = 0.9
+_FILES_MAX: Final = 1 << 16
 _RANK_BYTES: Final = {"torch": 7 * GIB, "driver": GIB // 2}
 """Of the host for each rank: 2 GiB that torch lives in, as much in store and cache, and some."""
 _STREAM_BYTES: Final = GIB // 2
@@ -359,6 +361,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.merge:
         merge(options.merge, options)
         return 0
+    # Every region of every rank is some descriptors, in broker, store and cache.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, _FILES_MAX), most))
     run = Run(options, load_driver())
     with limited(run, options.limit):
         good = run_parts(run, options.parts)

@@ -167,7 +167,14 @@ class _Whole:
         self._before: tuple[object, object] = ((), ())
 
     def run(self) -> None:
-        """Do all of it."""
+        """Do all of it; what the ranks wrote is in the result if it fails."""
+        try:
+            self._run()
+        except BaseException:
+            self.result["workload_output"] = self.living.output()
+            raise
+
+    def _run(self) -> None:
         options, result = self.options, self.result
         snapstore.init_store(self.store_url).close()
         wishes = (options.ranks, options.gpus, options.gib, options.engine, options.backend)
