@@ -64,6 +64,7 @@ class DeviceMemory(ExternalMemory):
         region_bytes: int = _REGION_BYTES,
         rank: int | str = "host",
         driver_path: str | None = None,
+        refuse_opened: bool = True,
     ) -> None:
         """Make the acquaintance of the broker, and initialise CUDA in this process.
 
@@ -72,6 +73,7 @@ class DeviceMemory(ExternalMemory):
             region_bytes: What is asked of the broker at a time, if a block does not need more.
             rank: Which rank of a snapshot it goes to, a number or `host`.
             driver_path: Of the driver's library; by default `$SNAPAGENT_LIBCUDA`, or the system's.
+            refuse_opened: Whether `release` looks for memory of other processes that is open.
 
         Raises:
             BrokerUnreachable: There is none.
@@ -80,6 +82,7 @@ class DeviceMemory(ExternalMemory):
         super().__init__(socket_path, region_bytes=region_bytes, rank=rank)
         with _as_refusal("CUDA cannot be used"):
             self._cuda = libcuda.load_libcuda(driver_path)
+        self._may_refuse = refuse_opened and not restores_opened()
         self._contexts: dict[int, int] = {}
         """Primary contexts, which are kept from now on, by the number of the GPU."""
         self._marker = -1
@@ -190,7 +193,7 @@ class DeviceMemory(ExternalMemory):
                 self._mark(is_mapped=not self._is_closed)
 
     def _refuse_opened(self) -> None:
-        if self._is_released or not self._contexts or restores_opened():
+        if self._is_released or not self._contexts or not self._may_refuse:
             return
         with self._current(next(iter(self._contexts))):
             opened = opened_bytes(self._cuda)
@@ -199,7 +202,9 @@ class DeviceMemory(ExternalMemory):
                 f"this process has {opened} bytes of GPU memory of another process open, with "
                 "which the CUDA driver could checkpoint it and could not restore it",
                 next_step="destroy the communicators of NCCL (torch.distributed: "
-                "destroy_process_group) and close what was opened by CUDA IPC before release",
+                "destroy_process_group) and close what was opened by CUDA IPC before release; if "
+                "it is a variable of a kernel's module, which looks the same, say "
+                "refuse_opened=False when you make the memory",
             )
 
     def _mark(self, *, is_mapped: bool) -> None:

@@ -219,6 +219,10 @@ def concluded(parts: Mapping[str, Any], targets: Targets) -> dict[str, object]:
             _found(parts["restore"], restored[0], "store", "restore_s"), targets
         )
         fixed = _fixed(restored[0])
+        if rates:
+            said["store_beside_criu_of_alone"] = [
+                round(one["all_gb_per_s"] / rates["store"], 2) for one in restored
+            ]
     cached = parts.get("cached", {}).get("cached_restores")
     if cached:
         best = min(cached, key=lambda run: run["answered_s"])

@@ -11,6 +11,7 @@ those that are wanted. Needs root and CRIU (`$SNAPAGENT_CRIU`), and torch for re
     restore   a process for each rank: captured, ended, restored from a store, all-reduce compared
     cached    the same from registered files of a node cache beside the store
     restores  the same, smaller, with 1, 2, 4 and so on ranks
+    resident  the same through the daemon, which fills the cache and locks its pages by itself
 
 The result is written again and again, so that a run that is cut short loses nothing but what it
 was at; it ends itself after `--limit` seconds. `--merge` puts together what several runs found.
@@ -41,6 +42,7 @@ from tools.gpu import streams
 from tools.gpu.compared import Targets, concluded, counts_of
 from tools.gpu.pinned import pinned_rate
 from tools.gpu.report import make_report, save_report
+from tools.gpu.resident import run_resident
 from tools.gpu.room import Machine, fitting_gib, memory_folder
 from tools.gpu.whole import WholeOptions, run_whole
 
@@ -188,6 +190,14 @@ def part_restores(run: Run, found: dict[str, Any]) -> None:
     found["ok"] = all(row["ok"] for row in rows)
 
 
+def part_resident(run: Run, found: dict[str, Any]) -> None:
+    """Restore all ranks through a daemon, twice more with what it has put into its cache."""
+    options = _options(run, wanted=run.options.small_gib, ranks=run.ranks, cached=2)
+    run.say(f"{options.ranks} ranks on {options.gpus} GPUs, {options.gib} GiB each, by a daemon")
+    with tempfile.TemporaryDirectory(prefix="resident-", dir=run.folder) as folder:
+        run_resident(options, Path(folder), found, run.say)
+
+
 def _whole(
     run: Run,
     found: dict[str, Any],
@@ -197,6 +207,15 @@ def _whole(
     restores: int = 1,
     cached: int,
 ) -> None:
+    options = _options(run, wanted=wanted, ranks=ranks, restores=restores, cached=cached)
+    run.say(f"{ranks} ranks on {options.gpus} GPUs, {options.gib} GiB each")
+    with tempfile.TemporaryDirectory(prefix="whole-", dir=run.folder) as folder:
+        run_whole(options, run.driver, Path(folder), found, run.say)
+
+
+def _options(
+    run: Run, *, wanted: float, ranks: int, restores: int = 1, cached: int
+) -> WholeOptions:
     gpus = min(ranks, run.gpus)
     gib = run.gib_for(
         wanted,
@@ -205,7 +224,7 @@ def _whole(
         copies=2 if cached else 1,
         rank_bytes=_RANK_BYTES[run.options.engine],
     )
-    options = WholeOptions(
+    return WholeOptions(
         ranks=ranks,
         gpus=gpus,
         gib=gib,
@@ -217,9 +236,6 @@ def _whole(
         workers=run.options.workers,
         code=run.code,
     )
-    run.say(f"{ranks} ranks on {gpus} GPUs, {gib} GiB each")
-    with tempfile.TemporaryDirectory(prefix="whole-", dir=run.folder) as folder:
-        run_whole(options, run.driver, Path(folder), found, run.say)
 
 
 PARTS: Final[dict[str, Callable[[Run, dict[str, Any]], None]]] = {
@@ -228,6 +244,7 @@ PARTS: Final[dict[str, Callable[[Run, dict[str, Any]], None]]] = {
     "restore": part_restore,
     "cached": part_cached,
     "restores": part_restores,
+    "resident": part_resident,
 }
 
 

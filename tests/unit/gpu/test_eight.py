@@ -183,9 +183,7 @@ def test_what_is_known_when_the_time_is_up_is_written_down(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.criu
-def test_two_emulated_ranks_come_back_from_store_and_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, criu: object
-) -> None:
+def test_two_emulated_ranks_come_back_from_store_and_cache(tmp_path: Path, criu: object) -> None:
     """Goal: a process for each rank is the same after it was captured, ended and restored.
 
     Method: the program compares checksums itself; here it is looked at what it found.
@@ -201,3 +199,15 @@ def test_two_emulated_ranks_come_back_from_store_and_cache(
     assert last["external_sources"]["registered"] == part["cache"]["registered_bytes"]
     assert [one["gpu"] for one in last["gpus"]] == [0, 1]
     assert found["conclusions"]["cached"]["cached_restore_s"]["seconds"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.criu
+def test_a_daemon_puts_into_its_cache_what_it_restored(tmp_path: Path, criu: object) -> None:
+    found = run_eight(tmp_path, "--parts", "resident", gpus=2)
+    assert found["exit_code"] == 0, found["errors"]
+    first, *later = found["parts"]["resident"]["restores"]
+    assert first["external_sources"]["store"] >= 2 * GIB // 32
+    assert first["locked_bytes"] >= 2 * GIB // 32
+    for one in later:
+        assert one["external_sources"]["store"] == one["external_sources"]["cache"] == 0

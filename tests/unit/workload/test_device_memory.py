@@ -315,7 +315,7 @@ def test_segments_come_through_functions_of_c(memory: DeviceMemory, device: Devi
 
 @pytest.mark.slow
 def test_memory_of_others_is_closed_before_a_release(
-    memory: DeviceMemory, device: DeviceBytes, driver: Driver
+    memory: DeviceMemory, device: DeviceBytes, driver: Driver, path: Path
 ) -> None:
     """Goal: who could not be restored is not made ready for a capture, and keeps what it has.
 
@@ -339,6 +339,9 @@ def test_memory_of_others_is_closed_before_a_release(
                 memory.release()
             assert "destroy_process_group" in caught.value.next_step
             assert device.read(block.address, MIB) == b"x" * MIB
+            with DeviceMemory(str(path), region_bytes=REGION, refuse_opened=False) as other:
+                other.allocate(MIB)
+                other.release()
             device.close_shared(opened)
             memory.release()
             memory.resume(10)
