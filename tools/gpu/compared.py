@@ -142,31 +142,31 @@ class Fixed(NamedTuple):
     """What of a measured restore does not grow with the memory of GPUs; seconds.
 
     Attributes:
+        ranks: How many there were.
         setup_s: The agent's setup.
         criu_s: CRIU, with the host memory of all ranks, beside which GPUs are filled.
         cuda_s: The driver's restore.
         wake_s: Until all ranks have computed together.
     """
 
+    ranks: int
     setup_s: float
     criu_s: float
     cuda_s: float
     wake_s: float
 
 
-def computed(
-    rates: Mapping[str, float], fixed: Fixed, *, measured_gpus: int
-) -> list[dict[str, object]]:
-    """Compute restores of published configurations from measured rates. Nothing of it was run.
+def computed(rates: Mapping[str, tuple[float, int]], fixed: Fixed) -> list[dict[str, object]]:
+    """Compute restores of published configurations from measured ones, at best. None was run.
 
     GPUs are filled beside CRIU, and the longer of the two counts. All of an artifact is taken for
-    memory of GPUs.
+    memory of GPUs, and rates for proportional to their number, which is too good where host memory
+    is the bound.
 
     Args:
-        rates: GB/s of all GPUs together, by where the bytes come from.
-        fixed: Of a measured restore of as many ranks as there were GPUs.
-        measured_gpus: How many GPUs the rates are of; those of other numbers are taken to be
-            proportional, which is too good where host memory is the bound.
+        rates: GB/s of all GPUs together in a whole restore, and of how many, by where the bytes
+            come from.
+        fixed: Of a measured restore; those of more ranks take longer.
     """
     rows: list[dict[str, object]] = []
     for one in PUBLISHED:
@@ -176,13 +176,12 @@ def computed(
             "artifact_gb": one.artifact_gb,
             "nvidia_restore_s": one.restore_s,
             "nvidia_gb_per_s": round(one.artifact_gb / one.restore_s, 1),
-            "computed": f"from {measured_gpus} GPUs"
-            + ("" if measured_gpus == one.gpus else f", as if {one.gpus} were proportional"),
         }
-        for source, rate in rates.items():
-            fill_s = one.artifact_gb / (rate * one.gpus / measured_gpus)
+        for source, (rate, gpus) in rates.items():
+            fill_s = one.artifact_gb / (rate * one.gpus / gpus)
             seconds = fixed.setup_s + max(fixed.criu_s, fill_s) + fixed.cuda_s + fixed.wake_s
             row[f"{source}_restore_s"] = round(seconds, 1)
+            row[f"{source}_is_of_as_many_gpus"] = gpus == one.gpus
             row[f"{source}_times_as_fast"] = round(one.restore_s / seconds, 1)
         rows.append(row)
     return rows
@@ -211,14 +210,15 @@ def concluded(parts: Mapping[str, Any], targets: Targets) -> dict[str, object]:
         rates = {"store": last["store"]["gb_per_s"], "cache": last["registered"]["gb_per_s"]}
         said["streams"] = judged({"pinned": last["pinned"], **rates}, targets)
         said["scaling"] = _scaling(rows)
-    fixed: Fixed | None = None
+    whole: dict[str, tuple[float, int]] = {}
+    fixed: list[Fixed] = []
     restored = parts.get("restore", {}).get("store_restores")
     if restored:
         # The first one: what a restore is that follows a capture, with pages never read before.
-        said["restore"] = judged(
-            _found(parts["restore"], restored[0], "store", "restore_s"), targets
-        )
-        fixed = _fixed(restored[0])
+        found = _found(parts["restore"], restored[0], "store", "restore_s")
+        said["restore"] = judged(found, targets)
+        whole["store"] = (found["store"], parts["restore"]["options"]["gpus"])
+        fixed.append(_fixed(parts["restore"], restored[0]))
         if rates:
             said["store_beside_criu_of_alone"] = [
                 round(one["all_gb_per_s"] / rates["store"], 2) for one in restored
@@ -226,11 +226,19 @@ def concluded(parts: Mapping[str, Any], targets: Targets) -> dict[str, object]:
     cached = parts.get("cached", {}).get("cached_restores")
     if cached:
         best = min(cached, key=lambda run: run["answered_s"])
-        said["cached"] = judged(_found(parts["cached"], best, "cache", "cached_restore_s"), targets)
-        fixed = fixed or _fixed(best)
-    if rates and fixed is not None:
-        gpus = rows[-1]["gpus"]
-        said["published_sizes_computed"] = computed(rates, fixed, measured_gpus=gpus)
+        found = _found(parts["cached"], best, "cache", "cached_restore_s")
+        said["cached"] = judged(found, targets)
+        whole["cache"] = (found["cache"], parts["cached"]["options"]["gpus"])
+        fixed.append(_fixed(parts["cached"], best))
+    for one in parts.get("restores", {}).get("rows", []):
+        fixed += [_fixed(one, restore) for restore in one.get("store_restores", [])[:1]]
+    if whole and fixed:
+        most = max(fixed, key=lambda one: one.ranks)
+        said["published_sizes_computed_at_best"] = {
+            "gb_per_s_of_gpus": {name: list(rate) for name, rate in whole.items()},
+            "fixed": most._asdict(),
+            "rows": computed(whole, most),
+        }
     return said
 
 
@@ -244,9 +252,10 @@ def _found(
     }
 
 
-def _fixed(restore: Mapping[str, Any]) -> Fixed:
+def _fixed(part: Mapping[str, Any], restore: Mapping[str, Any]) -> Fixed:
     """Take from a restore what does not grow; what waited for filling is not of it."""
     return Fixed(
+        ranks=part["options"]["ranks"],
         setup_s=restore["agent_setup_s"],
         criu_s=restore["criu_restore_s"],
         cuda_s=restore["cuda_restore_s"] or 0.0,

@@ -96,15 +96,15 @@ def test_targets_are_of_the_pinned_rate_of_the_same_run() -> None:
 
 
 def test_published_sizes_are_computed_and_called_so() -> None:
-    fixed = Fixed(setup_s=0.5, criu_s=2.0, cuda_s=1.0, wake_s=0.5)
-    rows = computed({"cache": 50.0}, fixed, measured_gpus=1)
+    fixed = Fixed(ranks=4, setup_s=0.5, criu_s=2.0, cuda_s=1.0, wake_s=0.5)
+    rows = computed({"cache": (50.0, 1)}, fixed)
     assert len(rows) == len(PUBLISHED)
     largest = next(row for row in rows if row["artifact_gb"] == 1039.09)
     assert largest["cache_restore_s"] == pytest.approx(2.0 + 1039.09 / 400, abs=0.1)
-    assert largest["computed"] == "from 1 GPUs, as if 8 were proportional"
-    rows = computed({"cache": 4000.0}, fixed, measured_gpus=8)
+    assert not largest["cache_is_of_as_many_gpus"]
+    rows = computed({"cache": (4000.0, 8)}, fixed)
     assert rows[-1]["cache_restore_s"] == 4.0, "CRIU takes longer then"
-    assert rows[-1]["computed"] == "from 8 GPUs"
+    assert rows[-1]["cache_is_of_as_many_gpus"]
 
 
 def test_parts_that_were_cut_short_say_nothing() -> None:
