@@ -243,7 +243,8 @@ def find_obstacles(
 
 
 def _obstacles(pid: int, config: AgentConfig, *, stop: bool) -> list[Obstacle]:
-    has_gpus = any(map(uses_cuda, _tree(pid)))
+    tree = _tree(pid)
+    has_gpus = any(map(uses_cuda, tree))
     conditions = CaptureConditions(
         criu=config.criu,
         criu_cache=config.criu_cache,
@@ -256,7 +257,7 @@ def _obstacles(pid: int, config: AgentConfig, *, stop: bool) -> list[Obstacle]:
     found = Obstacles()
     found.extend(check_process(pid, conditions))
     if has_gpus:
-        check_cuda(found)
+        check_cuda(found, tree)
     return found.result()
 
 

@@ -73,7 +73,7 @@ def fuzz(name: str, *, seconds: int, corpus: Path, seed: int) -> None:
     """Run the fuzzer, which ends the process."""
     import atheris
 
-    with atheris.instrument_imports(include=["snapstore", "tools.fuzz_targets"]):
+    with atheris.instrument_imports(include=["snapstore", "snapagent", "tools.fuzz_targets"]):
         from tools.fuzz_targets import TARGETS
 
     for number, data in enumerate(seeds(name)):

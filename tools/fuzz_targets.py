@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from snapagent.criu import protocol
+from snapagent.gpu.facts import CudaFacts, GpuFacts, cuda_placement, read_cuda_facts
+from snapagent.memory.placement import RegionPlace, SessionPlace, from_placement, placement_of
 from snapstore import compression
 from snapstore.errors import SnapError
 from snapstore.format import (
+    canonical,
     config,
     envelope,
     index,
@@ -266,6 +269,44 @@ def _nvidia(data: bytes) -> None:
                 continue
 
 
+# -- placements: what a rank manifest says for the agent alone ------------------------------------
+
+
+def _placement(read: Callable[[dict[str, object]], object]) -> Callable[[bytes], object]:
+    """Read it as the agent gets it: out of a document that is canonical JSON."""
+
+    def run(data: bytes) -> object:
+        return read(canonical.decode(data, dict[str, object]))
+
+    return run
+
+
+_UUID = "GPU-00000007-0000-0000-0000-00000000000"
+_CUDA = CudaFacts(
+    cuda=13000,
+    driver="580.159.04",
+    gpus=tuple(GpuFacts(uuid=f"{_UUID}{n}", name="H200", total_bytes=n << 37) for n in (1, 2)),
+    processes=(7, 9),
+)
+
+
+def _external(*devices: str) -> bytes:
+    """Memory of a process, a region on each of these."""
+    regions = tuple(
+        RegionPlace(
+            region=number + 5,
+            order=number,
+            address=(number + 1) << 21,
+            length=1 << 21,
+            huge=False,
+            file=f"external/0-{number}.mem",
+            device=device,
+        )
+        for number, device in enumerate(devices)
+    )
+    return canonical.encode(placement_of([SessionPlace(session="a" * 64, regions=regions)]))
+
+
 _MANIFEST = b"""\
 checkpointId: a
 source: {node: n, gpuUUIDs: [GPU-1, 'MIG-2'], pid: 12}
@@ -403,6 +444,17 @@ TARGETS: dict[str, Target] = {
                 _message((1, 0x90000), (2, 8), (4, 2)),
             ),
         ),
+    ),
+    "cuda-placement": Target(
+        run=_placement(lambda found: read_cuda_facts(found, of="a snapshot")),
+        seeds=(
+            canonical.encode(cuda_placement(_CUDA)),
+            canonical.encode(cuda_placement(CudaFacts(cuda=0, driver="", gpus=(), processes=()))),
+        ),
+    ),
+    "external-placement": Target(
+        run=_placement(lambda found: from_placement(found, of="a rank")),
+        seeds=(_external("host", "host"), _external(f"{_UUID}1", "host", f"{_UUID}2")),
     ),
     "page-header": Target(
         run=lambda data: protocol.decode_header(data[: protocol.HEADER_BYTES].ljust(32, b"\0")),

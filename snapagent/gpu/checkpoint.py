@@ -5,6 +5,7 @@ Invariants:
 1. All processes of a tree are locked before the first is checkpointed: they may wait for one
    another.
 2. Whatever fails before the tree is captured: those that were locked or checkpointed go on.
+3. All are checkpointed at once, and restored at once; none goes on before all are restored.
 
 A process that maps memory of another one is checkpointed without a word and cannot be restored
 (measured on driver 580), so external memory has to be released before; the broker sees to that.
@@ -14,19 +15,24 @@ from __future__ import annotations
 
 import ctypes
 import enum
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
-from snapagent.errors import AgentError, GpuFailed, GpuUnavailable
+from snapagent.errors import AgentError, GpuFailed, GpuOutOfMemory, GpuUnavailable
 from snapagent.gpu.driver import Driver, load_driver, parse_uuid
 from snapagent.linux import processes
 from snapagent.workload import libcuda
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+_Thing = TypeVar("_Thing")
+_Done = TypeVar("_Done")
 
 __all__ = [
+    "SHARED_MEMORY_STEP",
     "CheckpointedTree",
     "CudaState",
     "cuda_processes",
@@ -35,6 +41,11 @@ __all__ = [
     "uses_cuda",
 ]
 
+SHARED_MEMORY_STEP: Final = (
+    "if it shares GPU memory with other processes (NCCL with peer access, CUDA IPC), let it "
+    "destroy its communicators and close that memory before a capture"
+)
+_AT_ONCE_MAX: Final = 32
 _LOCK_MS_MAX: Final = 10_000
 """How long work that was begun on a GPU may take to end."""
 _NO_CUDA: Final = frozenset({"CUDA_ERROR_NOT_INITIALIZED", "CUDA_ERROR_INVALID_VALUE"})
@@ -96,7 +107,6 @@ class _Held:
     pid: int
     started_ticks: int
 
-    @property
     def lives(self) -> bool:
         state = processes.read_state(self.pid)
         return state is not None and state.started_ticks == self.started_ticks and not state.ended
@@ -127,8 +137,11 @@ class CheckpointedTree:
         try:
             for pid in self._pids:
                 self._lock(self._driver, pid)
-            for held in self._locked:
-                _act(self._driver, "Checkpoint", held.pid)
+            driver = self._driver
+            _at_once(
+                lambda held: _act(driver, "Checkpoint", held.pid, next_step=SHARED_MEMORY_STEP),
+                self._locked,
+            )
         except BaseException as error:
             for failure in self._undo():
                 error.add_note(str(failure))
@@ -162,23 +175,45 @@ class CheckpointedTree:
 
     def _undo(self) -> list[GpuFailed]:
         """Give those that live their GPUs back; returns what failed."""
-        failures: list[GpuFailed] = []
         locked, self._locked = self._locked, []
         driver = self._driver
-        for held in locked:
-            if driver is None or not held.lives:
-                continue
-            try:
-                state = read_cuda_state(driver, held.pid)
-                if state is CudaState.CHECKPOINTED:
-                    _act(driver, "Restore", held.pid)
-                if state is not None:
-                    _act(driver, "Unlock", held.pid)
-            except GpuFailed as error:
-                if held.lives:
-                    error.next_step = f"process {held.pid} is stuck in its next call: end it"
-                    failures.append(error)
-        return failures
+        if driver is None:
+            return []
+        failures = _at_once(lambda held: _give_back(driver, held), locked)
+        return [failure for failure in failures if failure is not None]
+
+
+def _give_back(driver: Driver, held: _Held) -> GpuFailed | None:
+    """Let a process go on that was locked or checkpointed; returns why it cannot."""
+    if not held.lives():
+        return None
+    try:
+        state = read_cuda_state(driver, held.pid)
+        if state is CudaState.CHECKPOINTED:
+            _act(driver, "Restore", held.pid)
+        if state is not None:
+            _act(driver, "Unlock", held.pid)
+    except GpuFailed as error:
+        if not held.lives():
+            return None
+        error.next_step = f"process {held.pid} is stuck in its next call: end it"
+        if error.function == "cuCheckpointProcessRestore":
+            error.next_step += f"; {SHARED_MEMORY_STEP}"
+        return error
+    return None
+
+
+def _at_once(act: Callable[[_Thing], _Done], things: Sequence[_Thing]) -> list[_Done]:
+    """Act on all of them at once, since each is the work of its own process and GPU.
+
+    Returns, or raises the first error, when all have ended.
+    """
+    if len(things) < 2:
+        return [act(one) for one in things]
+    count = min(len(things), _AT_ONCE_MAX)
+    with ThreadPoolExecutor(count, thread_name_prefix="snapagent-cuda") as executor:
+        futures = [executor.submit(act, one) for one in things]
+    return [future.result() for future in futures]
 
 
 def restore_cuda(pids: Iterable[int], devices: Mapping[str, str]) -> int:
@@ -208,9 +243,9 @@ def restore_cuda(pids: Iterable[int], devices: Mapping[str, str]) -> int:
                 f"process {pid} was restored, and the driver says that it is {name}",
                 next_step="capture the workload anew with this agent",
             )
-        _act(driver, "Restore", pid, devices)
-    for pid in found:
-        _act(driver, "Unlock", pid)
+    _at_once(lambda pid: _act(driver, "Restore", pid, devices, next_step=SHARED_MEMORY_STEP), found)
+    # None goes on before all can: they may wait for one another.
+    _at_once(lambda pid: _act(driver, "Unlock", pid), found)
     return len(found)
 
 
@@ -227,7 +262,14 @@ def require_checkpoints(driver: Driver) -> None:
         )
 
 
-def _act(driver: Driver, what: str, pid: int, devices: Mapping[str, str] | None = None) -> None:
+def _act(
+    driver: Driver,
+    what: str,
+    pid: int,
+    devices: Mapping[str, str] | None = None,
+    *,
+    next_step: str = "",
+) -> None:
     arguments = libcuda.CheckpointRestoreArguments()
     pairs = [
         libcuda.CheckpointGpuPair(_bytes(old), _bytes(new)) for old, new in (devices or {}).items()
@@ -236,7 +278,12 @@ def _act(driver: Driver, what: str, pid: int, devices: Mapping[str, str] | None 
     if pairs:
         arguments.pairs = array
         arguments.pairs_count = len(pairs)
-    driver.call(f"cuCheckpointProcess{what}", pid, ctypes.byref(arguments), of=f"process {pid}")
+    try:
+        driver.call(f"cuCheckpointProcess{what}", pid, ctypes.byref(arguments), of=f"process {pid}")
+    except GpuFailed as error:
+        if not isinstance(error, GpuOutOfMemory):
+            error.next_step = next_step
+        raise
 
 
 def _bytes(uuid: str) -> ctypes.Array[ctypes.c_ubyte]:

@@ -111,10 +111,10 @@ def from_placement(placement: Mapping[str, object], *, of: str) -> list[SessionP
     if KEY not in placement:
         return []
     found = placement[KEY]
-    if isinstance(found, dict) and found.get("version") not in {
-        _VERSION_HOST,
-        _VERSION_GPUS,
-    }:
+    # Compared and not looked up: whatever is there may have no hash.
+    if isinstance(found, dict) and all(
+        found.get("version") != one for one in (_VERSION_HOST, _VERSION_GPUS)
+    ):
         raise AgentError(
             f"{of} has external memory of version {found.get('version')!r}",
             next_step="restore it with a newer agent",

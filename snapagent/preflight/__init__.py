@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from snapagent.preflight.communicators import check_communicators
 from snapagent.preflight.cpu import add_machine
 from snapagent.preflight.criu_program import CriuFacts, find_criu, probe_criu
 from snapagent.preflight.external import check_external
@@ -22,6 +23,7 @@ __all__ = [
     "RestoreConditions",
     "RestorePlace",
     "add_machine",
+    "check_communicators",
     "check_cuda",
     "check_external",
     "check_images",

@@ -10,6 +10,7 @@ from snapagent.errors import AgentError, GpuUnavailable
 from snapagent.gpu.checkpoint import require_checkpoints
 from snapagent.gpu.facts import driver_build
 from snapagent.gpu.owned import GpuMemory
+from snapagent.preflight.communicators import check_communicators
 from snapstore.clock import SystemClock
 from snapstore.units import format_bytes
 
@@ -74,9 +75,11 @@ def plan_gpus(
     return plan
 
 
-def check_cuda(found: Obstacles) -> None:
+def check_cuda(found: Obstacles, pids: Sequence[int]) -> None:
     """Tell whether processes with GPU state can be captured here."""
-    _find_driver(found, GpuMemory(), "a process has")
+    driver = _find_driver(found, GpuMemory(), "a process has")
+    if driver is not None:
+        check_communicators(found, pids, gpus=len(driver.devices))
 
 
 def _find_driver(found: Obstacles, memory: GpuMemory, who: str) -> Driver | None:

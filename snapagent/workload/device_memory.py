@@ -26,6 +26,7 @@ from snapagent.workload.external_memory import (
 )
 from snapagent.workload.free_list import FreeList
 from snapagent.workload.libcuda import CudaCallError, CudaMissingError
+from snapagent.workload.shared_gpu import opened_bytes, restores_opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,6 +64,7 @@ class DeviceMemory(ExternalMemory):
         region_bytes: int = _REGION_BYTES,
         rank: int | str = "host",
         driver_path: str | None = None,
+        refuse_opened: bool = True,
     ) -> None:
         """Make the acquaintance of the broker, and initialise CUDA in this process.
 
@@ -71,6 +73,7 @@ class DeviceMemory(ExternalMemory):
             region_bytes: What is asked of the broker at a time, if a block does not need more.
             rank: Which rank of a snapshot it goes to, a number or `host`.
             driver_path: Of the driver's library; by default `$SNAPAGENT_LIBCUDA`, or the system's.
+            refuse_opened: Whether `release` looks for memory of other processes that is open.
 
         Raises:
             BrokerUnreachable: There is none.
@@ -79,6 +82,7 @@ class DeviceMemory(ExternalMemory):
         super().__init__(socket_path, region_bytes=region_bytes, rank=rank)
         with _as_refusal("CUDA cannot be used"):
             self._cuda = libcuda.load_libcuda(driver_path)
+        self._may_refuse = refuse_opened and not restores_opened()
         self._contexts: dict[int, int] = {}
         """Primary contexts, which are kept from now on, by the number of the GPU."""
         self._marker = -1
@@ -168,9 +172,15 @@ class DeviceMemory(ExternalMemory):
 
     @override
     def release(self) -> None:
-        """Wait for the GPUs, unmap all memory and let go of the broker; see `ExternalMemory`."""
+        """Wait for the GPUs, unmap all memory and let go of the broker; see `ExternalMemory`.
+
+        Raises:
+            MemoryRefused: It has memory of another process open (CUDA IPC, NCCL with peer access),
+                with which it could not be restored. All stays as it was.
+        """
         with self._lock:
             if not self._is_guest:
+                self._refuse_opened()
                 super().release()
                 self._mark(is_mapped=False)
 
@@ -181,6 +191,21 @@ class DeviceMemory(ExternalMemory):
             if not self._is_guest:
                 super().resume(timeout_s)
                 self._mark(is_mapped=not self._is_closed)
+
+    def _refuse_opened(self) -> None:
+        if self._is_released or not self._contexts or not self._may_refuse:
+            return
+        with self._current(next(iter(self._contexts))):
+            opened = opened_bytes(self._cuda)
+        if opened:
+            raise MemoryRefused(
+                f"this process has {opened} bytes of GPU memory of another process open, with "
+                "which the CUDA driver could checkpoint it and could not restore it",
+                next_step="destroy the communicators of NCCL (torch.distributed: "
+                "destroy_process_group) and close what was opened by CUDA IPC before release; if "
+                "it is a variable of a kernel's module, which looks the same, say "
+                "refuse_opened=False when you make the memory",
+            )
 
     def _mark(self, *, is_mapped: bool) -> None:
         """Let the agent see whether memory is mapped: the driver would checkpoint it all the same.

@@ -32,6 +32,7 @@ __all__ = [
     "CheckpointRestoreArguments",
     "CudaCallError",
     "CudaMissingError",
+    "IpcHandle",
     "Libcuda",
     "device_access",
     "device_memory",
@@ -106,6 +107,12 @@ class AccessDescription(ctypes.Structure):
     """`CUmemAccessDesc`."""
 
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]  # type: ignore[mutable-override]
+
+
+class IpcHandle(ctypes.Structure):
+    """`CUipcMemHandle`: names memory to another process of the machine."""
+
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]  # type: ignore[mutable-override]
 
 
 class CheckpointLockArguments(ctypes.Structure):
@@ -188,6 +195,10 @@ _FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemGetAllocationPropertiesFromHandle": (_PTR, _U64),
     "cuMemAlloc_v2": (_PTR, _SIZE),
     "cuMemFree_v2": (_U64,),
+    "cuIpcGetMemHandle": (_PTR, _U64),
+    "cuIpcOpenMemHandle_v2": (_PTR, IpcHandle, _UINT),
+    "cuIpcCloseMemHandle": (_U64,),
+    "cuPointerGetAttribute": (_PTR, _INT, _U64),
     "cuMemHostAlloc": (_PTR, _SIZE, _UINT),
     "cuMemFreeHost": (_PTR,),
     "cuMemHostRegister_v2": (_PTR, _SIZE, _UINT),

@@ -80,6 +80,7 @@ typedef struct {
   _Atomic int inside;          /* calls under way */
   _Atomic int pending;         /* operations that no stream has done yet */
   _Atomic int imported_mapped; /* mappings of memory that another process made */
+  _Atomic int opened;          /* the same, by CUDA IPC */
   int tid;
   int device_count;
   Uuid uuids[DEVICES_MAX];
@@ -88,7 +89,12 @@ typedef struct {
 
 typedef struct { bool used; int fd, refs, ordinal; size_t length; bool imported, exportable; } Physical;
 typedef struct { bool used; uint64_t start; size_t length; } Reservation;
-typedef struct { bool used, readable, imported, legacy; uint64_t start; size_t length; int ordinal; } Mapping;
+typedef struct {
+  bool used, readable, imported, legacy, opened;
+  uint64_t start;
+  size_t length;
+  int ordinal;
+} Mapping;
 typedef struct { bool used, ours; uintptr_t start; size_t length; } Host;
 typedef struct Context { int ordinal, refs; } Context;
 
@@ -644,7 +650,7 @@ static CUresult map_locked(uint64_t start, size_t length, Physical *one, bool le
   }
   if (slot < 0) return OUT_OF_MEMORY;
   if (place(start, length, PROT_NONE, MAP_SHARED | MAP_FIXED, one->fd) == MAP_FAILED) return UNKNOWN;
-  mappings[slot] = (Mapping){true, false, one->imported, legacy, start, length, one->ordinal};
+  mappings[slot] = (Mapping){true, false, one->imported, legacy, false, start, length, one->ordinal};
   if (slot >= mappings_end) mappings_end = slot + 1;
   if (one->imported) atomic_fetch_add(&shared->imported_mapped, 1);
   return SUCCESS;
@@ -689,6 +695,7 @@ static void unmap_locked(uint64_t start, size_t length) {
   for (int i = 0; i < mappings_end; i++)
     if (mappings[i].used && overlaps(start, length, mappings[i].start, mappings[i].length)) {
       if (mappings[i].imported) atomic_fetch_sub(&shared->imported_mapped, 1);
+      if (mappings[i].opened) atomic_fetch_sub(&shared->opened, 1);
       mappings[i].used = false;
     }
 }
@@ -719,6 +726,42 @@ API CUresult cuMemSetAccess(uint64_t start, size_t length, const Access *wanted,
   return leave(possible ? SUCCESS : INVALID_VALUE);
 }
 
+/* Maps what a file has at addresses of its own, as memory that needs no cuMemMap. */
+static CUresult place_legacy(int fd, int ordinal, size_t length, bool opened, uint64_t *start) {
+  for (int i = 0; i < TABLE_MAX; i++)
+    if (!reservations[i].used) {
+      uint64_t at = place_nowhere(0, length);
+      if (!at) return OUT_OF_MEMORY;
+      reservations[i] = (Reservation){true, at, length};
+      if (i >= reservations_end) reservations_end = i + 1;
+      Physical one = {true, fd, 1, ordinal, length, false, false};
+      CUresult result = map_locked(at, length, &one, true);
+      mprotect((void *)at, length, PROT_READ | PROT_WRITE);
+      for (int j = 0; j < mappings_end; j++)
+        if (mappings[j].used && mappings[j].start == at) {
+          mappings[j].readable = true;
+          mappings[j].opened = opened;
+        }
+      *start = at;
+      return result;
+    }
+  return OUT_OF_MEMORY;
+}
+
+static CUresult free_legacy(uint64_t start, bool opened) {
+  for (int i = 0; i < mappings_end; i++) {
+    Mapping *one = &mappings[i];
+    if (!one->used || !one->legacy || one->start != start || one->opened != opened) continue;
+    size_t length = one->length;
+    unmap_locked(start, length);
+    munmap((void *)start, length);
+    for (int j = 0; j < reservations_end; j++)
+      if (reservations[j].used && reservations[j].start == start) reservations[j].used = false;
+    return SUCCESS;
+  }
+  return INVALID_VALUE;
+}
+
 API CUresult cuMemAlloc_v2(uint64_t *start, size_t length) {
   ENTER(true);
   if (!length) return leave(INVALID_VALUE);
@@ -726,20 +769,10 @@ API CUresult cuMemAlloc_v2(uint64_t *start, size_t length) {
   pthread_mutex_lock(&table_lock);
   CUresult result = OUT_OF_MEMORY;
   int fd = make_memory(current->ordinal, rounded);
-  for (int i = 0; fd >= 0 && i < TABLE_MAX && result; i++)
-    if (!reservations[i].used) {
-      uint64_t at = place_nowhere(0, rounded);
-      if (!at) break;
-      reservations[i] = (Reservation){true, at, rounded};
-      if (i >= reservations_end) reservations_end = i + 1;
-      Physical one = {true, fd, 1, current->ordinal, rounded, false, false};
-      result = map_locked(at, rounded, &one, true);
-      mprotect((void *)at, rounded, PROT_READ | PROT_WRITE);
-      for (int j = 0; j < mappings_end; j++)
-        if (mappings[j].used && mappings[j].start == at) mappings[j].readable = true;
-      *start = at;
-    }
-  if (fd >= 0) close(fd);
+  if (fd >= 0) {
+    result = place_legacy(fd, current->ordinal, rounded, false, start);
+    close(fd);
+  }
   pthread_mutex_unlock(&table_lock);
   return leave(result);
 }
@@ -747,16 +780,74 @@ API CUresult cuMemAlloc_v2(uint64_t *start, size_t length) {
 API CUresult cuMemFree_v2(uint64_t start) {
   ENTER(true);
   pthread_mutex_lock(&table_lock);
+  CUresult result = free_legacy(start, false);
+  pthread_mutex_unlock(&table_lock);
+  return leave(result);
+}
+
+/* -- memory of other processes (CUDA IPC) ------------------------------------------------------ */
+
+typedef struct { int pid, ordinal; uint64_t start, length; unsigned char rest[40]; } IpcHandle;
+
+API CUresult cuIpcGetMemHandle(IpcHandle *handle, uint64_t start) {
+  ENTER(true);
+  pthread_mutex_lock(&table_lock);
   CUresult result = INVALID_VALUE;
-  for (int i = 0; i < mappings_end && result; i++)
-    if (mappings[i].used && mappings[i].legacy && mappings[i].start == start) {
-      size_t length = mappings[i].length;
-      unmap_locked(start, length);
-      munmap((void *)start, length);
-      for (int j = 0; j < reservations_end; j++)
-        if (reservations[j].used && reservations[j].start == start) reservations[j].used = false;
-      result = SUCCESS;
+  for (int i = 0; i < mappings_end && result; i++) {
+    Mapping *one = &mappings[i];
+    if (!one->used || !one->legacy || one->opened || one->start != start) continue;
+    *handle = (IpcHandle){getpid(), one->ordinal, one->start, one->length, {0}};
+    result = SUCCESS;
+  }
+  pthread_mutex_unlock(&table_lock);
+  return leave(result);
+}
+
+API CUresult cuIpcOpenMemHandle_v2(uint64_t *start, IpcHandle handle, unsigned flags) {
+  ENTER(true);
+  if (flags != 1 || !is_device(handle.ordinal)) return leave(INVALID_VALUE);
+  if (handle.pid == getpid()) return leave(INVALID_CONTEXT);
+  char path[96];
+  snprintf(path, sizeof path, "/proc/%d/map_files/%lx-%lx", handle.pid, handle.start,
+           handle.start + handle.length);
+  int fd = open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0) return leave(INVALID_VALUE);
+  pthread_mutex_lock(&table_lock);
+  CUresult result = place_legacy(fd, handle.ordinal, handle.length, true, start);
+  if (!result) atomic_fetch_add(&shared->opened, 1);
+  close(fd);
+  pthread_mutex_unlock(&table_lock);
+  return leave(result);
+}
+
+API CUresult cuIpcCloseMemHandle(uint64_t start) {
+  ENTER(true);
+  pthread_mutex_lock(&table_lock);
+  CUresult result = free_legacy(start, true);
+  pthread_mutex_unlock(&table_lock);
+  return leave(result);
+}
+
+/* Some attributes only; 8 and 17, managed memory and pools, are never so here. */
+API CUresult cuPointerGetAttribute(uint64_t *value, int attribute, uint64_t address) {
+  ENTER(false);
+  pthread_mutex_lock(&table_lock);
+  CUresult result = INVALID_VALUE;
+  for (int i = 0; i < mappings_end && result; i++) {
+    Mapping *one = &mappings[i];
+    if (!one->used || address < one->start || address >= one->start + one->length) continue;
+    result = SUCCESS;
+    switch (attribute) {
+      case 1: *value = one->legacy ? (uintptr_t)&contexts[one->ordinal] : 0; break;
+      case 2: *(unsigned *)value = 2; break;
+      case 8: *(unsigned char *)value = 0; break;
+      case 10: *(unsigned char *)value = one->legacy && !one->opened; break;
+      case 11: *value = one->start; break;
+      case 12: *value = one->length; break;
+      case 17: *value = 0; break;
+      default: result = INVALID_VALUE;
     }
+  }
   pthread_mutex_unlock(&table_lock);
   return leave(result);
 }
@@ -1299,6 +1390,7 @@ API CUresult cuCheckpointProcessRestore(int pid, const RestoreArguments *argumen
   if (atomic_load(&page->state) != CHECKPOINTED) result = ILLEGAL_STATE;
   /* Memory of other processes cannot be part of a checkpoint, which is noticed too late. */
   else if (atomic_load(&page->imported_mapped)) result = NOT_SUPPORTED;
+  else if (atomic_load(&page->opened)) result = INVALID_VALUE;
   else if (!translate(page, arguments)) result = INVALID_VALUE;
   else atomic_store(&page->state, LOCKED);
   return leave(finish(page, result));

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from snapagent.gpu.driver import Driver, Gpu, load_driver
-from snapagent.workload.libcuda import LIBRARY_VARIABLE
+from snapagent.workload.libcuda import LIBRARY_VARIABLE, IpcHandle
 
 EMULATOR = Path(__file__).parents[1] / "emulator"
 SETTINGS_VARIABLE = "SNAPAGENT_EMULATED_CUDA"
@@ -114,6 +114,16 @@ class DeviceBytes:
         buffer = (ctypes.c_ubyte * len(data)).from_buffer_copy(data)
         self.gpu.copy_in(address, ctypes.addressof(buffer), len(data), 0)
         self.gpu.synchronize()
+
+    def open_shared(self, handle: str) -> int:
+        """Open memory that another process has named, in hex; returns its address."""
+        address = ctypes.c_uint64()
+        there = IpcHandle.from_buffer_copy(bytes.fromhex(handle))
+        self.gpu.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), there, 1)
+        return address.value
+
+    def close_shared(self, address: int) -> None:
+        self.gpu.call("cuIpcCloseMemHandle", address)
 
     def read(self, address: int, length: int) -> bytes:
         buffer = (ctypes.c_ubyte * length)()

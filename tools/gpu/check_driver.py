@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from snapagent.errors import AgentError, GpuFailed
 from snapagent.gpu.driver import Gpu, load_driver, memory_at
 from snapagent.workload import libcuda
+from snapagent.workload.shared_gpu import opened_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -184,6 +185,60 @@ def role_target(fd: int) -> None:
     tell("ready")
     for line in sys.stdin:
         tell(attempt(getattr(target, line.strip())))
+
+
+class Sharer:
+    """Shares memory with other processes by CUDA IPC."""
+
+    def __init__(self) -> None:
+        """Have some, with a pattern in it."""
+        self.driver, self.length = load_driver(), 64 * MIB
+        self.gpu = self.driver.open(0)
+        self.own, self.opened = ctypes.c_uint64(), ctypes.c_uint64()
+        self.gpu.call("cuMemAlloc_v2", ctypes.byref(self.own), self.length)
+        self.gpu.fill(self.own.value, _PATTERN, self.length, 0)
+        self.gpu.synchronize()
+
+    def export(self) -> str:
+        """Name it to others."""
+        handle = libcuda.IpcHandle()
+        self.gpu.call("cuIpcGetMemHandle", ctypes.byref(handle), self.own.value)
+        return bytes(handle).hex()
+
+    def open(self, name: str) -> str:
+        """Open what somebody has named."""
+        handle = libcuda.IpcHandle.from_buffer_copy(bytes.fromhex(name))
+        self.gpu.call("cuIpcOpenMemHandle_v2", ctypes.byref(self.opened), handle, 1)
+        return kind_of_bytes(read_bytes(self.gpu, self.opened.value, MIB))
+
+    def close(self) -> str:
+        """Close it."""
+        self.gpu.call("cuIpcCloseMemHandle", self.opened)
+        self.opened = ctypes.c_uint64()
+        return "closed"
+
+    def seen(self) -> str:
+        """Say what can be seen of it from within."""
+        return f"{opened_bytes(self.driver.library) // MIB} MiB are opened"
+
+    def export_opened(self) -> str:
+        """Try to name to others what was opened."""
+        handle = libcuda.IpcHandle()
+        self.gpu.call("cuIpcGetMemHandle", ctypes.byref(handle), self.opened.value)
+        return "named"
+
+    def read(self) -> str:
+        """Look at its own."""
+        return kind_of_bytes(read_bytes(self.gpu, self.own.value, MIB))
+
+
+def role_sharer(_: int) -> None:
+    """Do what the parent says."""
+    sharer = Sharer()
+    tell("ready")
+    for line in sys.stdin:
+        word, *arguments = line.split()
+        tell(attempt(getattr(sharer, word), *arguments))
 
 
 def role_plain(_: int) -> None:
@@ -452,6 +507,34 @@ def _round_trip(fd: int, gpu: Gpu) -> dict[str, object]:
     return found
 
 
+def check_ipc() -> dict[str, object]:
+    """What a checkpoint does with memory that was opened by CUDA IPC, and what is seen of it."""
+    found: dict[str, object] = {}
+    for case, whose in (("opened", "both"), ("exported", "owner"), ("closed", "both")):
+        with child("sharer") as owner, child("sharer") as user:
+            owner.hear()
+            user.hear()
+            before = _nvidia_files(user.process.pid)
+            found[f"{case}_seen_before"] = user.ask("seen")
+            found[f"{case}_open"] = user.ask(f"open {owner.ask('export')}")
+            found[f"{case}_seen"] = [owner.ask("seen"), user.ask("seen")]
+            found[f"{case}_named_again"] = user.ask("export_opened")
+            found[f"{case}_files_same"] = _nvidia_files(user.process.pid) == before
+            if case == "closed":
+                found["closed_close"] = user.ask("close")
+                found["closed_seen_after"] = user.ask("seen")
+            pids = [owner.process.pid] + ([user.process.pid] if whose == "both" else [])
+            for what in ("Lock", "Checkpoint", "Restore", "Unlock"):
+                found[f"{case}_{what}"] = [_word(_act(pid, what)) for pid in pids]
+            found[f"{case}_states"] = [_states(pid) for pid in pids]
+            found[f"{case}_read"] = owner.ask("read")
+    return found
+
+
+def _word(took: object) -> object:
+    return took if isinstance(took, str) else "works"
+
+
 def _nvidia_files(pid: int) -> dict[str, object]:
     links = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
@@ -506,12 +589,14 @@ _CHECKS: dict[str, Callable[[], dict[str, object]]] = {
     "descriptor_keeps_memory": check_descriptor_keeps_memory,
     "host_memory": check_host_memory,
     "checkpoint": check_checkpoint,
+    "ipc": check_ipc,
 }
 _ROLES = {
     "context": role_context,
     "exporter": role_exporter,
     "target": role_target,
     "plain": role_plain,
+    "sharer": role_sharer,
 }
 
 

@@ -10,12 +10,8 @@ code have to be the same bits each time, and so has every weight. The exit code 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,18 +26,15 @@ from snapagent.gpu.facts import driver_build
 from snapagent.memory.broker import MemoryBroker
 from snapagent.restore import Restoration, RestoreRequest
 from snapagent.supervision import Place
+from tools.gpu.living import Living, kill_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import contextlib
+    import subprocess
 
-_READY_S_MAX = 170
-_ANSWER_S_MAX = 170
 _VARIABLES = {
     # Its pool of compiling processes would be captured as well.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    # CRIU cannot capture io_uring.
-    "UV_USE_IO_URING": "0",
-    "USE_LIBUV": "0",
 }
 
 
@@ -52,7 +45,8 @@ class Run:
         self.folder = folder
         self.options = options
         self._began = time.monotonic()
-        self.control = folder / "control"
+        self.living = Living(folder)
+        self.ask = self.living.ask
         self.result: dict[str, object] = {"gib": options.gib, "devices": options.devices}
         self.config = dataclasses.replace(
             AgentConfig.from_environment(),
@@ -61,53 +55,12 @@ class Run:
         )
         self.store_url = options.store or f"file://{folder}/store"
 
-    def ask(self, word: str) -> str:
-        """Ask the workload, in whatever life."""
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_ANSWER_S_MAX)
-            connection.connect(str(self.control))
-            connection.sendall(word.encode())
-            answer = b""
-            while piece := connection.recv(1 << 16):
-                answer += piece
-        text = answer.decode()
-        if not text or text.startswith("failed:"):
-            raise RuntimeError(f"{word}: {text or 'no answer'}")
-        return text
-
-    @contextlib.contextmanager
-    def workload(self, broker: Path) -> Iterator[subprocess.Popen[bytes]]:
+    def workload(self, broker: Path) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
         """Start it, and kill it in the end."""
-        sizes = [str(self.options.gib), str(self.options.devices)]
-        wishes = ["plain"] if self.options.plain else []
-        wishes += ["uncompiled"] if self.options.uncompiled else []
-        arguments = [str(self.control), str(broker), *sizes, *wishes]
-        with (self.folder / "workload.txt").open("wb") as output:
-            process = subprocess.Popen(  # noqa: S603 - a module of ours
-                [sys.executable, "-m", "tools.gpu.transformer", *arguments],
-                env=os.environ | _VARIABLES,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        try:
-            self._await_ready(process)
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-    def _await_ready(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + _READY_S_MAX
-        while not self._is_ready():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError((self.folder / "workload.txt").read_text()[-3000:])
-            time.sleep(0.02)
-
-    def _is_ready(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as connection:
-            return connection.connect_ex(str(self.control)) == 0
+        arguments = [str(broker), str(self.options.gib), str(self.options.devices)]
+        arguments += ["plain"] if self.options.plain else []
+        arguments += ["uncompiled"] if self.options.uncompiled else []
+        return self.living.started("tools.gpu.transformer", arguments, _VARIABLES)
 
     def take(self, broker: MemoryBroker, pid: int, *, stop: bool) -> dict[str, object]:
         """Release and capture."""
@@ -193,7 +146,7 @@ class Run:
             result["capture_and_stop"] = self.take(broker, process.pid, stop=True)
             self.tell("it is captured and stopped")
             process.wait()
-            self.control.unlink()
+            self.living.control.unlink()
             taken = self._take_first_gpu() if self.options.move else None
             began = time.perf_counter()
             restored = self.bring_back(broker, began)
@@ -204,7 +157,7 @@ class Run:
             result["restored_outputs_same"] = restored["outputs"] == before
             result["restored_weights_same"] = self.ask("weights") == weights
             same += [restored["outputs"] == before, result["restored_weights_same"] is True]
-            self._kill(restored)
+            _kill(restored)
         result["ok"] = all(same)
         return all(same)
 
@@ -216,11 +169,11 @@ class Run:
         unit = driver.granularity(0)
         return driver.create_memory(0, (free - (1 << 30)) // unit * unit)
 
-    def _kill(self, restored: dict[str, object]) -> None:
-        root = restored["root_pid"]
-        assert isinstance(root, int), "of the restored tree"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(root, 9)
+
+def _kill(restored: dict[str, object]) -> None:
+    root = restored["root_pid"]
+    assert isinstance(root, int), "of the restored tree"
+    kill_tree(root)
 
 
 def _used_bytes() -> list[int]:
@@ -254,9 +207,7 @@ def main() -> int:
             ok = False
             notes = getattr(error, "__notes__", [])
             run.result |= {"error": f"{type(error).__name__}: {error}", "notes": notes}
-            output = Path(folder) / "workload.txt"
-            if output.exists():
-                run.result["workload_output"] = output.read_text(errors="replace")[-3000:]
+            run.result["workload_output"] = run.living.output()
         print(json.dumps(run.result, indent=1, default=str))
     return 0 if ok else 1
 

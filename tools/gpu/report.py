@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
     from snapagent.gpu.driver import Driver
 
-__all__ = ["write_report"]
+__all__ = ["make_report", "save_report", "write_report"]
 
 _PACKAGES = ("numpy", "cuda-bindings", "nvidia-cuda-nvrtc", "blake3", "xxhash", "zstandard")
 
 
-def write_report(name: str, driver: Driver, results: Mapping[str, object]) -> None:
-    """Print results as JSON, and write them to `$OUT/NAME.json`, or into this directory."""
+def make_report(name: str, driver: Driver, results: Mapping[str, object]) -> dict[str, object]:
+    """Return results with what is to be known of where they are from."""
     version = driver.version
-    report = {
+    return {
         "what": name,
         "when": format_utc(SystemClock().now_ns()),
         "gpus": [f"{one.name} (node {one.numa_node}, {one.pci})" for one in driver.devices],
@@ -36,9 +36,21 @@ def write_report(name: str, driver: Driver, results: Mapping[str, object]) -> No
         "packages": {package: _version(package) for package in _PACKAGES},
         **results,
     }
-    text = json.dumps(report, indent=2)
-    print(text)
-    Path(os.environ.get("OUT", "."), f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def save_report(path: Path, report: Mapping[str, object]) -> None:
+    """Write a report to a file: what was there, or all of it."""
+    text = json.dumps(report, indent=2, default=str)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def write_report(name: str, driver: Driver, results: Mapping[str, object]) -> None:
+    """Print results as JSON, and write them to `$OUT/NAME.json`, or into this directory."""
+    report = make_report(name, driver, results)
+    print(json.dumps(report, indent=2))
+    save_report(Path(os.environ.get("OUT", "."), f"{name}.json"), report)
     if results.get("failures"):
         sys.exit(1)
 

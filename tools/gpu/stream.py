@@ -78,7 +78,7 @@ def main() -> None:
         built = build(folder, count, int(options.gib * GIB), options)
         results: dict[str, object] = {"built_gb_per_s": built, "options": vars(options) | {}}
         if options.processes:
-            results["processes"] = in_processes(folder, count)
+            results["processes"] = in_processes(folder, count, sys.argv[1:])
         with contextlib.ExitStack() as stack:
             setups = [stack.enter_context(opened(n, folder, options)) for n in range(count)]
             results |= measured(setups, folder, options)
@@ -88,7 +88,7 @@ def main() -> None:
     write_report("stream", driver, json.loads(json.dumps(results, default=str)))
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=8, help="for each GPU")
@@ -104,7 +104,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--code", type=Path, help="kernels that are compiled already")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     cores = len(os.sched_getaffinity(0))
     gpus = options.gpus or len(load_driver().devices)
     options.workers = options.workers or max(2, min(16, cores // gpus))
@@ -358,31 +358,46 @@ def registered(setup: Setup, folder: Path) -> Iterator[Registered]:
 # -- one process for each GPU ---------------------------------------------------------------------
 
 
-def in_processes(folder: Path, count: int) -> dict[str, object]:
-    """Fill all GPUs at once, each from a process of its own, which begin together."""
+def in_processes(folder: Path, count: int, arguments: Sequence[str]) -> dict[str, object]:
+    """Fill all GPUs at once, each from a process of its own, which begin together.
+
+    Args:
+        folder: Where the store and the plain files are.
+        count: How many GPUs.
+        arguments: Of this program, as they are to be for each process.
+    """
     found: dict[str, object] = {}
     for name, some in (("one", range(1)), ("all", range(count))):
-        children = [
-            subprocess.Popen(  # noqa: S603 - this program
-                [
-                    *(sys.executable, "-m", "tools.gpu.stream", *sys.argv[1:]),
-                    *("--child", str(number), "--folder", str(folder)),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for number in some
-        ]
-        for one in children:
-            assert one.stdout is not None
-            one.stdout.readline()
-        for one in children:
-            assert one.stdin is not None
-            one.stdin.write("\n")
-            one.stdin.flush()
-        found[name] = [json.loads(one.communicate()[0]) for one in children]
+        with contextlib.ExitStack() as stack:
+            children = [
+                stack.enter_context(_started_child(number, folder, arguments)) for number in some
+            ]
+            for one in children:
+                assert one.stdout is not None
+                one.stdout.readline()
+            for one in children:
+                assert one.stdin is not None
+                one.stdin.write("\n")
+                one.stdin.flush()
+            found[name] = [json.loads(one.communicate()[0]) for one in children]
     return found
+
+
+@contextlib.contextmanager
+def _started_child(
+    number: int, folder: Path, arguments: Sequence[str]
+) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tools.gpu.stream", *arguments]
+    with subprocess.Popen(  # noqa: S603 - this program
+        [*command, "--child", str(number), "--folder", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def child(options: argparse.Namespace) -> None:
@@ -390,13 +405,18 @@ def child(options: argparse.Namespace) -> None:
     with (
         opened(options.child, options.folder, options) as setup,
         stream_of(setup, options, on_gpu=True) as stream,
+        registered(setup, options.folder) as source,
     ):
         found = {}
         fill(setup, stream, Integrity.STRONG)
         print("ready", flush=True)
         sys.stdin.readline()
-        for name, integrity in (("blake3_on_gpu", Integrity.STRONG), ("xxh3", Integrity.FAST)):
-            found[name] = [fill(setup, stream, integrity) for _ in range(RUNS)]
+        for name, integrity, lying in (
+            ("blake3_on_gpu", Integrity.STRONG, None),
+            ("xxh3", Integrity.FAST, None),
+            ("registered", Integrity.STRONG, Direct(source.address)),
+        ):
+            found[name] = [fill(setup, stream, integrity, lying) for _ in range(RUNS)]
         print(json.dumps(found))
 
 

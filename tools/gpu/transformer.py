@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch  # type: ignore[import-not-found,unused-ignore]
 
 from snapagent.workload import TorchPool
+from tools.gpu.serving import serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,20 +172,7 @@ def _digest(tensor: Any) -> str:  # noqa: ANN401 - torch has no types here
 def main(control: str, broker: str, gib: str, devices: str, *wishes: str) -> None:
     """Make it, and answer for ever."""
     workload = Workload(broker, float(gib), int(devices), wishes)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(control)
-        listener.listen()
-        while True:
-            connection, _ = listener.accept()
-            with connection:
-                word = connection.recv(100).decode()
-                if not word:
-                    continue
-                try:
-                    answer = getattr(workload, word)()
-                except Exception as error:  # noqa: BLE001 - told to who asked
-                    answer = f"failed: {type(error).__name__}: {error}"
-                connection.sendall(answer.encode())
+    serve(control, lambda word: str(getattr(workload, word)()))
 
 
 if __name__ == "__main__":

@@ -36,13 +36,20 @@ class Worker:
         self.process = process
         self.pid = process.pid
 
+    def ask(self, line: str) -> str:
+        self.tell(line)
+        return self.hear()
+
     def hear(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def begin(self) -> None:
+        self.tell("go")
+
+    def tell(self, line: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
+        self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def has_answered(self, timeout_s: float) -> bool:
@@ -51,9 +58,16 @@ class Worker:
 
 @contextlib.contextmanager
 def worker(seed: int) -> Iterator[Worker]:
+    with program("gpu_worker", seed) as one:
+        assert one.hear() == "ready"
+        yield one
+
+
+@contextlib.contextmanager
+def program(name: str, seed: int, *arguments: str) -> Iterator[Worker]:
     variables = emulated_environment(seed=seed, devices=2)
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.programs.gpu_worker"],
+    with subprocess.Popen(  # noqa: S603 - this interpreter
+        [sys.executable, "-m", f"tests.support.programs.{name}", *arguments],
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", **variables},
         stdin=subprocess.PIPE,
@@ -61,9 +75,7 @@ def worker(seed: int) -> Iterator[Worker]:
         text=True,
     ) as process:
         try:
-            one = Worker(process)
-            assert one.hear() == "ready"
-            yield one
+            yield Worker(process)
         finally:
             process.kill()
 
@@ -143,3 +155,47 @@ def test_gpus_take_the_place_of_others(
         assert one.hear() == "done"
         with pytest.raises(AgentError, match="says that it is running"):
             restore_cuda([one.pid], devices)
+
+
+def test_many_are_checkpointed_and_restored_at_once(driver: Driver, seed: int) -> None:
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(worker(seed)) for _ in range(5)]
+        pids = [one.pid for one in workers]
+        with CheckpointedTree(pids):
+            assert {read_cuda_state(driver, pid) for pid in pids} == {CudaState.CHECKPOINTED}
+        for pid in pids:
+            for what in ("Lock", "Checkpoint"):
+                driver.call(f"cuCheckpointProcess{what}", pid, None)
+        assert restore_cuda(pids, {}) == 5
+        for one in workers:
+            assert one.ask("go") == "done"
+
+
+def test_what_is_shared_is_lost_and_the_error_says_why(driver: Driver, seed: int) -> None:
+    """Goal: a driver that cannot restore what it checkpointed is told of as what it mostly is.
+
+    Method: one process has memory of another one open (CUDA IPC), which drivers notice too late.
+    That from which it is goes on; it does not.
+    """
+    with program("gpu_sharer", seed) as owner:
+        with program("gpu_sharer", seed, owner.hear()) as user:
+            user.hear()
+            tree = CheckpointedTree([owner.pid, user.pid])
+            with (
+                pytest.raises(GpuFailed, match=f"INVALID_VALUE.*process {user.pid}") as caught,
+                tree,
+            ):
+                pass
+            assert "end it; if it shares GPU memory" in caught.value.next_step
+            assert "destroy its communicators" in caught.value.next_step
+            assert read_cuda_state(driver, user.pid) is CudaState.CHECKPOINTED
+        assert owner.ask("go") == "done"
+
+
+def test_what_was_shared_and_closed_is_kept(driver: Driver, seed: int) -> None:
+    with program("gpu_sharer", seed) as owner, program("gpu_sharer", seed, owner.hear()) as user:
+        user.hear()
+        assert user.ask("close") == "done"
+        with CheckpointedTree([owner.pid, user.pid]):
+            pass
+        assert user.ask("go") == owner.ask("go") == "done"

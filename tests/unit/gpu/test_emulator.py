@@ -13,7 +13,7 @@ from tests.support.gpu import EMULATOR, emulated_environment
 ROOT = Path(__file__).parents[3]
 SEEN = EMULATOR / "h200-driver-580.json"
 """What `tools.gpu.check_driver` said on an H200 with driver 580.159.04."""
-CHECKS = ["without_context", "errors", "descriptor_keeps_memory", "checkpoint"]
+CHECKS = ["without_context", "errors", "descriptor_keeps_memory", "checkpoint", "ipc"]
 DIFFERENT = {
     # What descriptors are, where addresses are, and how much the driver itself needs.
     *("export", "fstat", "reserve", "reserve_hint", "map_again"),

@@ -98,6 +98,7 @@ OTHER = msgspec.to_builtins(SESSION)
 BY_SCHEMA = [
     ("version", 3),
     ("version", None),
+    ("version", {"no": "hash"}),
     ("more", 1),
     ("sessions", {}),
     ("sessions/0/session", "a" * 63),

@@ -4,6 +4,8 @@ import gc
 import itertools
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -23,10 +25,12 @@ from snapagent.workload import (
     NotTheOwner,
 )
 from snapagent.workload.dlpack import CUDA_DEVICE
+from snapagent.workload.shared_gpu import opened_bytes
 from snapagent.workload.torch_memory import SegmentSource
 from tests.support.external import broker_process
 from tests.support.gpu import DeviceBytes, emulated_driver, segment_functions
 
+ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
 REGION = 2 * MIB
 DEVICE_BYTES = 128 * MIB
@@ -307,3 +311,40 @@ def test_segments_come_through_functions_of_c(memory: DeviceMemory, device: Devi
     assert memory.size_bytes == 0
     assert allocate(1 << 40, 0, None) is None
     assert isinstance(source.error, MemoryRefused)
+
+
+@pytest.mark.slow
+def test_memory_of_others_is_closed_before_a_release(
+    memory: DeviceMemory, device: DeviceBytes, driver: Driver, path: Path
+) -> None:
+    """Goal: who could not be restored is not made ready for a capture, and keeps what it has.
+
+    Method: open memory of another process (CUDA IPC), as NCCL does; release, close, and release.
+    """
+    block = memory.allocate(MIB)
+    device.write(block.address, b"x" * MIB)
+    command = [sys.executable, "-m", "tests.support.programs.gpu_sharer"]
+    with subprocess.Popen(  # noqa: S603 - this interpreter
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        try:
+            assert owner.stdout is not None
+            handle = owner.stdout.readline()
+            assert opened_bytes(driver.library) == 0, "its own does not count"
+            opened = device.open_shared(handle)
+            assert opened_bytes(driver.library) == 4 * MIB
+            with pytest.raises(
+                MemoryRefused, match="4194304 bytes of GPU memory of another"
+            ) as caught:
+                memory.release()
+            assert "destroy_process_group" in caught.value.next_step
+            assert device.read(block.address, MIB) == b"x" * MIB
+            with DeviceMemory(str(path), region_bytes=REGION, refuse_opened=False) as other:
+                other.allocate(MIB)
+                other.release()
+            device.close_shared(opened)
+            memory.release()
+            memory.resume(10)
+            assert device.read(block.address, MIB) == b"x" * MIB
+        finally:
+            owner.kill()
