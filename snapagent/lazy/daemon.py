@@ -157,6 +157,15 @@ class LazyPages:
         """
         return self._wait(self._over, timeout_s) and self.stats.filled_s is not None
 
+    def unwatch(self) -> None:
+        """Let nobody wait for this daemon any more, once no memory is missing.
+
+        Else whoever touches memory that was never used before waits for zeros of it, for as long
+        as it or a duplicate of a userfaultfd is open. For tasks none of which has run yet.
+        """
+        for task in self._all_tasks():
+            task.unwatch()
+
     @property
     def error(self) -> BaseException | None:
         """What stopped it, if something has."""

@@ -405,6 +405,39 @@ def test_a_daemon_closed_early_leaves_no_zeros(stage: Stage) -> None:
     assert peer.answer() == hashlib.sha256(ZERO).hexdigest()
 
 
+def test_what_is_not_watched_waits_for_nobody(stage: Stage) -> None:
+    """Goal: memory that is whole and not watched is ordinary memory, whoever has descriptors open.
+
+    Method: close the daemon but not the duplicates, so that nobody serves the task; it touches
+    pages that it never used, and discards, moves and forks: with watched memory each would wait.
+    """
+    daemon, peer = stage.start(random_image(PAGES), whole_map(PAGES), 2 * PAGES)
+    assert daemon.wait_filled(WAIT_S)
+    daemon.unwatch()
+    daemon.close()
+    assert stage.held
+    peer.check()
+    peer.ask("discard", 3, 70)
+    peer.pages[3:73] = [ZERO] * 70
+    peer.ask("move", 100, 50, PAGES + 100)
+    peer.pages[PAGES + 100 : PAGES + 150] = peer.pages[100:150]
+    child = peer.fork()
+    for one in (peer, child):
+        one.check(0, 100)
+        one.check(150, 2 * PAGES - 150)
+
+
+def test_what_is_missing_stays_watched(stage: Stage) -> None:
+    daemon, peer = stage.start(random_image(PAGES), whole_map(PAGES), PAGES, fill=False)
+    assert daemon.wait_restored(WAIT_S)
+    daemon.unwatch()
+    peer.check(7, 1)
+    daemon.close()
+    daemon.unwatch()
+    peer.send("read", 100, 1)
+    assert peer.is_silent(SILENCE_S)
+
+
 def one_memory() -> TaskMemory:
     columns = Columns.of([(ADDRESS, 4, 6, 0)])
     return TaskMemory(7, columns, [], "pages-1.img", random_image(4))
