@@ -42,6 +42,7 @@ from snapagent.lazy.stats import LazyStats, PageRun
 from snapagent.linux import processes
 from snapagent.memory.filling import RegionFill, read_places
 from snapagent.memory.placement import HOST
+from snapagent.precedence import Precedence
 from snapagent.preflight import (
     GpuPlan,
     Obstacles,
@@ -216,6 +217,7 @@ class Restoration:
         self._failed = threading.Event()
         self._criu_ended = threading.Event()
         self._lock = threading.Lock()
+        self._precedence = Precedence()
         self._stack = contextlib.ExitStack()
         self._released = False
         self._started: Supervisor | None = None
@@ -351,6 +353,7 @@ class Restoration:
                 self._admissions,
                 threads=self._store.options.threads_effective,
                 on_error=self._fail,
+                precedence=self._precedence,
             )
         )
 
@@ -409,6 +412,7 @@ class Restoration:
             fill=self._fills_first,
             order=[] if self._fills_first or request.record_s is not None else self._hint(),
             record=request.record_s is not None,
+            precedence=self._precedence if self._fills_first else None,
         )
 
     @property

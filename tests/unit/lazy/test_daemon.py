@@ -12,6 +12,7 @@ import pytest
 from snapagent.errors import AgentError, ProtocolError
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.memory import TaskMemory
+from snapagent.precedence import Precedence
 from snapstore import FileRange, PageRun
 from tests.support.lazy_pages import (
     ADDRESS,
@@ -436,6 +437,23 @@ def test_what_is_missing_stays_watched(stage: Stage) -> None:
     daemon.unwatch()
     peer.send("read", 100, 1)
     assert peer.is_silent(SILENCE_S)
+
+
+def test_it_has_precedence_while_it_fills(stage: Stage) -> None:
+    def somebody_waits() -> bool:
+        asked: list[bool] = []
+        precedence.give_way(lambda: asked.append(True) is None)
+        return bool(asked)
+
+    precedence = Precedence()
+    image = random_image(PAGES)
+    image.before_read = gate = Gate()
+    daemon, _ = stage.start(image, whole_map(PAGES), PAGES, precedence=precedence)
+    gate.wait()
+    assert somebody_waits()
+    gate.open()
+    filled(daemon, stage)
+    assert not somebody_waits()
 
 
 def one_memory() -> TaskMemory:
