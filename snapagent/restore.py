@@ -83,6 +83,9 @@ _CRIU_END_S_MAX = 2.0
 _STOP_S_MAX = 2.0
 _REAP_POLL_S = 0.01
 _FILL_BUFFER_BYTES = 16 << 20
+_FIRST_THREADS_MAX = 4
+"""That fill before the processes run. Chunks of pages are small, and threads hand the interpreter
+over twice for each: with 16 it took 1.24 s where 4 took 0.77 s, on 16 cores."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,11 +403,11 @@ class Restoration:
         return self._clock.monotonic_s() - self._started_s
 
     def _make_lazy(self, work: Path) -> LazyPages:
-        request, options = self._request, self._store.options
+        request, threads = self._request, self._store.options.threads_effective
         return LazyPages(
             work,
             self._facts.tasks,
-            threads=options.threads_effective,
+            threads=min(threads, _FIRST_THREADS_MAX) if self._fills_first else threads,
             buffer_bytes=_FILL_BUFFER_BYTES,
             hold=self._supervisor.hold,
             on_error=self._fail,
