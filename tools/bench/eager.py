@@ -1,16 +1,14 @@
 """Measure restores that fill all memory before the processes run, as trees with GPUs are restored.
 
-    python -m tools.bench.eager [--processes 1,4] [--mib 1536] [--busy 0,4] [--rounds 3]
+    python -m tools.bench.eager [--processes 1,4] [--mib 1536] [--rounds 3]
 
 A tree of so many processes, each with memory of its own as `gen.pages` makes it, is restored again
 and again, every way once a round:
 
 - `criu`: CRIU alone, from a directory: each task loads its memory itself, all of them at once;
-- `agent`: `snapagent.restore` with `eager`, in this process, from a store of raw frames;
-- `agent, N busy`: the same while N threads of this process read pieces of a file and run a little
-  Python for each, as those do that fill memory of GPUs meanwhile.
+- `agent`: `snapagent.restore` with `eager`, in this process, from a store of raw frames.
 
-Directory, store and file lie on `--work`, by default on a tmpfs. `running_s` is the time from the
+Directory and store lie on `--work`, by default on a tmpfs. `running_s` is the time from the
 call until the processes run, with all of their memory; `criu_s` and `fill_s` are what the agent
 says of it: CRIU up to all tasks being there, and filling from there on. After each restore all
 processes hash their memory, outside the timed part, and have to find what they had.
@@ -25,7 +23,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,8 +44,6 @@ from tools.live_process import DEFAULT_CRIU, Criu
 
 MIB = 1 << 20
 NAME = "bench/tree:a"
-BUSY_PIECE_BYTES = 8 * MIB
-BUSY_STEPS = 2000
 WAIT_S_MAX = 120
 TIMES = ("running_s", "criu_s", "fill_s")
 Sample = dict[str, object]
@@ -113,45 +108,20 @@ def reap() -> None:
             os.waitpid(-1, 0)
 
 
-def by_agent(store: snapstore.Store, config: AgentConfig, busy: int, setup: Setup) -> Sample:
-    """Restore beside so many busy threads."""
+def by_agent(store: snapstore.Store, config: AgentConfig, setup: Setup) -> Sample:
+    """Restore by the agent, out of its store."""
     place = Place(network="fresh", pids="fresh")
     request = RestoreRequest(name=NAME, place=place, eager=True)
-    with busy_threads(setup.work / "content", busy):
-        started = time.perf_counter()
-        with Restoration(store, request, config) as restoration:
-            restoration.start()
-            running_s = time.perf_counter() - started
-            restoration.wait_filled()
-            done = restoration.release()
+    started = time.perf_counter()
+    with Restoration(store, request, config) as restoration:
+        restoration.start()
+        running_s = time.perf_counter() - started
+        restoration.wait_filled()
+        done = restoration.release()
     setup.verify()
     end_restored(done.root_pid)
     fill_s = done.lazy.filling_s
     return {"running_s": running_s, "criu_s": done.criu_restore_s - fill_s, "fill_s": fill_s}
-
-
-@contextlib.contextmanager
-def busy_threads(path: Path, count: int) -> Iterator[None]:
-    """Keep the interpreter as busy as so many threads can that fill memory of GPUs."""
-    stop = threading.Event()
-
-    def work() -> None:
-        buffer = memoryview(bytearray(BUSY_PIECE_BYTES))
-        with path.open("rb", buffering=0) as file:
-            while not stop.is_set():
-                if file.readinto(buffer) < len(buffer):
-                    file.seek(0)
-                sum(range(BUSY_STEPS))
-
-    threads = [threading.Thread(target=work) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 # -- rounds ----------------------------------------------------------------------------------------
@@ -212,11 +182,10 @@ def measure_tree(options: argparse.Namespace, setup: Setup, processes: int) -> I
         criu=options.criu, run_directory=setup.work / "run", state_directory=setup.work / "state"
     )
     with snapstore.open_store(f"file://{setup.work}/store") as store:
-        ways: dict[str, Callable[[Setup], Sample]] = {"criu": by_criu}
-        for busy in map(int, options.busy.split(",")):
-            ways[f"agent, {busy} busy" if busy else "agent"] = partial(
-                by_agent, store, config, busy
-            )
+        ways: dict[str, Callable[[Setup], Sample]] = {
+            "criu": by_criu,
+            "agent": partial(by_agent, store, config),
+        }
         for number, way in interleaved(options.rounds, [*ways]):
             measure.prefault(options.mib * MIB)
             sample = ways[way](setup)
@@ -241,7 +210,6 @@ def main() -> None:
     add = parser.add_argument
     add("--processes", default="1,4", help="comma-separated sizes of the tree")
     add("--mib", type=int, default=1536, help="memory of each process")
-    add("--busy", default="0,4", help="comma-separated numbers of busy threads")
     add("--rounds", type=int, default=3)
     add("--out", type=Path, default=measure.CACHE / "eager.json", help="where the JSON goes")
     add("--work", type=Path, default=Path("/dev/shm/snapstore-eager"), help="scratch")  # noqa: S108
@@ -249,7 +217,7 @@ def main() -> None:
     options = parser.parse_args()
     adopt_orphans()
     work = options.work.resolve()
-    conditions = {"rounds": options.rounds, "mib": options.mib, "busy": options.busy}
+    conditions = {"rounds": options.rounds, "mib": options.mib}
     report = Report("eager", measure.machine(work.parent), conditions)
     report.versions["criu"] = Criu(options.criu).version()
     try:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from snapagent.gpu.driver import Gpu, Lane, memory_at
 from snapagent.gpu.hashing import device_buffer
@@ -286,6 +287,7 @@ class Watched(Precedence):
         super().__init__()
         self.asked = threading.Semaphore(0)
 
+    @override
     def give_way(self, is_over: Callable[[], bool]) -> None:
         self.asked.release()
         super().give_way(is_over)

@@ -442,7 +442,12 @@ def test_what_is_missing_stays_watched(stage: Stage) -> None:
 def test_it_has_precedence_while_it_fills(stage: Stage) -> None:
     def somebody_waits() -> bool:
         asked: list[bool] = []
-        precedence.give_way(lambda: asked.append(True) is None)
+
+        def is_over() -> bool:
+            asked.append(True)
+            return True
+
+        precedence.give_way(is_over)
         return bool(asked)
 
     precedence = Precedence()
