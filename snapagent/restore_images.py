@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from snapagent.criu.ghosts import REMAPS_IMAGE, rename_ghosts
-from snapagent.criu.laziness import with_lazy_marks, without_zeros
+from snapagent.criu.laziness import with_lazy_marks
 from snapagent.criu.pagemaps import build_pagemap
 from snapagent.errors import AgentError
 from snapagent.lazy.memory import TaskMemory
@@ -93,12 +93,11 @@ def _is_of_a_link(address: str) -> bool:
     return not (parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast)
 
 
-def read_facts(images: ImageSet, *, lazy: bool = True) -> DumpFacts:
+def read_facts(images: ImageSet) -> DumpFacts:
     """Read the small images of a dump, for one restore: each has names of its own for ghosts.
 
     Args:
         images: Of the dump.
-        lazy: Whether a userfaultfd brings what it can; else CRIU loads all memory itself.
 
     Raises:
         AgentError: An image is missing, or the dump is one that this agent cannot restore.
@@ -118,23 +117,19 @@ def read_facts(images: ImageSet, *, lazy: bool = True) -> DumpFacts:
         owner = name.removeprefix("pagemap-").removesuffix(".img")
         memory = small.memories.get(int(owner)) if owner.isdecimal() else None
         if memory is not None:
-            marked = (
-                with_lazy_marks(pagemap, memory.vmas)
-                if lazy
-                else without_zeros(pagemap, memory.vmas, _zeros(images, pages))
-            )
+            marked = with_lazy_marks(pagemap, memory.vmas)
             if marked is not pagemap:
                 rewritten[name] = build_pagemap(
                     marked.pages_id, (entry[:3] for entry in marked.entries())
                 )
             pagemap = marked
-        loaded = _eager_ranges(pagemap, all_of_it=memory is None or not lazy)
+        loaded = _eager_ranges(pagemap, all_of_it=memory is None)
         eager.setdefault(pages, []).extend(loaded)
         count = sum(length for _, length in loaded)
-        lazy_bytes += pagemap.present_bytes - count if lazy else 0
-        if memory is not None and lazy:
+        lazy_bytes += pagemap.present_bytes - count
+        if memory is not None:
             tasks[int(owner)] = _task_memory(images, int(owner), memory, pagemap, pages)
-        elif memory is None:
+        else:
             shared_bytes += count
     ghosts = _rename_ghosts(images, small)
     if ghosts is not None:
@@ -150,12 +145,6 @@ def read_facts(images: ImageSet, *, lazy: bool = True) -> DumpFacts:
         renamed=ghosts.images if ghosts is not None else {},
         ghosts=_first_paths(ghosts.paths) if ghosts is not None else [],
     )
-
-
-def _zeros(images: ImageSet, pages: str) -> list[tuple[int, int]]:
-    """Return the ranges of an image of pages that the store knows to be zeros, ascending."""
-    found = images.open(pages).ranges(about_bytes=_PIECE_BYTES)
-    return sorted((one.offset, one.length) for one in found if one.is_zeros)
 
 
 def _rename_ghosts(images: ImageSet, small: Images) -> Ghosts | None:

@@ -11,7 +11,6 @@ Pure: columns in, columns out.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import mmap
 from typing import TYPE_CHECKING, Final
@@ -22,15 +21,13 @@ from snapstore.criu import PageFlag, VmaStatus
 from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from numpy.typing import NDArray
 
     from snapstore.criu import Pagemap, Vmas
 
     Column = NDArray[np.uint64]
 
-__all__ = ["with_lazy_marks", "without_zeros"]
+__all__ = ["with_lazy_marks"]
 
 _PAGE_BYTES: Final = np.uint64(PAGE_BYTES)
 _MAP_LOCKED: Final = 0x2000
@@ -72,63 +69,6 @@ def with_lazy_marks(pagemap: Pagemap, vmas: Vmas) -> Pagemap:
         flags=np.where(inside, flags | _LAZY, flags),
         offsets=pagemap.offsets[owner] + shift,
     )
-
-
-def without_zeros(pagemap: Pagemap, vmas: Vmas, zeros: Sequence[tuple[int, int]]) -> Pagemap:
-    """Leave out pages that are zeros, where a page that is not there reads as zeros as well.
-
-    That is private anonymous memory. CRIU then neither reads nor writes them; and what a process
-    has from its parent is removed where its own entries do not name it.
-
-    Args:
-        pagemap: Of the task, entries ascending.
-        vmas: Its mappings.
-        zeros: Ranges `(offset, length)` of the image of pages, ascending.
-    """
-    marked = with_lazy_marks(pagemap, vmas)
-    begins, ends = _lazy_spans(vmas)
-    may_go = ((marked.flags & PageFlag.PRESENT) != 0) & _contains(marked.vaddrs, begins, ends)
-    kept: list[tuple[int, int, int, int]] = []
-    left = collections.deque(
-        (-(-offset // PAGE_BYTES) * PAGE_BYTES, (offset + length) // PAGE_BYTES * PAGE_BYTES)
-        for offset, length in zeros
-    )
-    columns = (marked.vaddrs, marked.counts, marked.flags, marked.offsets, may_go)
-    for vaddr, count, flags, offset, goes in zip(*(c.tolist() for c in columns), strict=True):
-        if not goes:
-            kept.append((vaddr, count, flags, offset))
-            continue
-        for start, pages in _not_zeros(offset, count, left):
-            kept.append((vaddr + start - offset, pages, flags, start))
-    rows = np.array(kept, np.uint64).reshape(-1, 4)
-    is_present = (rows[:, 2] & np.uint64(PageFlag.PRESENT)) != 0
-    return dataclasses.replace(
-        marked,
-        vaddrs=rows[:, 0],
-        counts=rows[:, 1],
-        flags=rows[:, 2],
-        offsets=rows[:, 3],
-        present_bytes=int(rows[is_present, 1].sum()) * PAGE_BYTES,
-    )
-
-
-def _not_zeros(
-    offset: int, count: int, zeros: collections.deque[tuple[int, int]]
-) -> Iterator[tuple[int, int]]:
-    """Give what is left of some pages of an image; ranges that lie before them are forgotten."""
-    at, end = offset, offset + count * PAGE_BYTES
-    while zeros and zeros[0][1] <= at:
-        zeros.popleft()
-    for first, last in zeros:
-        if first >= end:
-            break
-        if first > at:
-            yield at, (first - at) // PAGE_BYTES
-        at = max(at, last)
-        if at >= end:
-            return
-    if at < end:
-        yield at, (end - at) // PAGE_BYTES
 
 
 def _lazy_spans(vmas: Vmas) -> tuple[Column, Column]:

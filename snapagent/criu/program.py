@@ -62,19 +62,18 @@ def dump_arguments(
     ]
 
 
-def restore_arguments(*, directory: str, lazy: bool, shell_job: bool, tcp_close: bool) -> list[str]:
-    """Arguments of a restore whose images come from a socket, and whose memory comes later.
+def restore_arguments(*, directory: str, shell_job: bool, tcp_close: bool) -> list[str]:
+    """Arguments of a restore whose images come from a socket, private memory by userfaultfd.
 
     Args:
         directory: The work directory as CRIU sees it: sockets, hook script and log.
-        lazy: Private memory is filled through userfaultfd.
         shell_job: The tree had a terminal or was no session of its own.
         tcp_close: The dump was made so; else connections come back.
     """
     return [
         "restore",
         "--restore-detached",
-        *(["--lazy-pages"] if lazy else []),
+        "--lazy-pages",
         *_common(directory, "restore.log", shell_job=shell_job, tcp_close=tcp_close),
     ]
 

@@ -25,6 +25,7 @@ from xxhash import xxh3_128_digest
 
 from snapagent.gpu.arena import SLOT_BYTES, near_gpu
 from snapagent.gpu.checking import ChunkPlace, DeviceChunks, place_of
+from snapagent.precedence import Precedence
 from snapstore import Integrity, ReadCheck
 from snapstore.clock import SystemClock
 from snapstore.errors import DigestMismatch, FormatError, IntegrityError
@@ -257,6 +258,7 @@ class GpuStream:
         stop: threading.Event,
         target_done: Callable[[int], None],
         progress: Callable[[int], None],
+        precedence: Precedence | None = None,
     ) -> StreamReport:
         """Fill the memory of all targets; returns when the last is whole, or `stop` is set.
 
@@ -266,6 +268,7 @@ class GpuStream:
             target_done: Called with the number of each target when all of it is in the GPU's memory
                 and was checked; on any thread.
             progress: Called with bytes as they arrive, on any thread.
+            precedence: What it gives way to.
 
         Raises:
             SnapError: The first thing that went wrong; it names rank, file, offset and chunk. What
@@ -273,7 +276,7 @@ class GpuStream:
         """
         clock = SystemClock()
         begin = clock.monotonic_s()
-        run = _Run(self, targets, stop, target_done, progress)
+        run = _Run(self, targets, stop, target_done, progress, precedence or Precedence())
         run.work()
         run.report.seconds = clock.monotonic_s() - begin
         if run.error is not None:
@@ -291,6 +294,7 @@ class _Run:
         stop: threading.Event,
         target_done: Callable[[int], None],
         progress: Callable[[int], None],
+        precedence: Precedence,
     ) -> None:
         self.stream = stream
         self.stop = stop
@@ -299,6 +303,7 @@ class _Run:
         self.report = StreamReport(stream.gpu.device.uuid)
         self._target_done = target_done
         self._progress = progress
+        self._precedence = precedence
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._empty: list[_Target] = []
@@ -338,6 +343,7 @@ class _Run:
 
     def next(self) -> _Batch | None:
         """Take what to do next; none if there is no more, or all is over."""
+        self._precedence.give_way(lambda: self.is_over)
         if self.is_over:
             return None
         try:

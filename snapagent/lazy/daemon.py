@@ -24,6 +24,7 @@ from snapagent.lazy.handshake import SOCKET_NAME, listen, receive_tasks
 from snapagent.lazy.memory import missing_memory
 from snapagent.lazy.stats import LazyStats, PageRun, Recorder, Tally
 from snapagent.lazy.task import LiveTask
+from snapagent.precedence import Precedence
 from snapstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class LazyPages:
         fill: bool = True,
         order: Sequence[tuple[str, int, int]] = (),
         record: bool = False,
+        precedence: Precedence | None = None,
     ) -> None:
         """Prepare; nothing runs before `start`.
 
@@ -80,6 +82,7 @@ class LazyPages:
                 `start_fill`.
             order: Image, first page and number of pages, as they may be needed first.
             record: Keep in which order pages were asked for.
+            precedence: Taken while it fills in the background.
 
         Raises:
             AgentError: A pagemap says what cannot be.
@@ -98,6 +101,7 @@ class LazyPages:
         self._hold = hold
         self._on_error = on_error
         self._order = order
+        self._precedence = precedence or Precedence()
         self._tally = Tally()
         self._recorder = Recorder(RECORDED_RUNS_MAX) if record else None
         self._stop = threading.Event()
@@ -156,6 +160,15 @@ class LazyPages:
             SnapError: What stopped it.
         """
         return self._wait(self._over, timeout_s) and self.stats.filled_s is not None
+
+    def unwatch(self) -> None:
+        """Let nobody wait for this daemon any more, once no memory is missing.
+
+        Else whoever touches memory that was never used before waits for zeros of it, for as long
+        as it or a duplicate of a userfaultfd is open. For tasks none of which has run yet.
+        """
+        for task in self._all_tasks():
+            task.unwatch()
 
     @property
     def error(self) -> BaseException | None:
@@ -266,11 +279,12 @@ class LazyPages:
         self._may_fill.wait()
         # The processes are about to run.
         self._waiting.expect()
-        self._fill(plan)
-        while not self._stop.is_set() and (
-            parts := left_over(self._all_tasks(), self._buffer_bytes)
-        ):
-            self._fill(parts)
+        with self._precedence.taken():
+            self._fill(plan)
+            while not self._stop.is_set() and (
+                parts := left_over(self._all_tasks(), self._buffer_bytes)
+            ):
+                self._fill(parts)
         if not self._stop.is_set():
             self._tally.happened("filled_s")
             self._over.set()

@@ -48,6 +48,13 @@ class LazyStats:
     restored_s: float | None = None
     filled_s: float | None = None
 
+    @property
+    def filling_s(self) -> float:
+        """From when all tasks were there until nothing was missing; 0 until then."""
+        if self.restored_s is None or self.filled_s is None:
+            return 0.0
+        return self.filled_s - self.restored_s
+
 
 class Tally:
     """Adds up `LazyStats` from now on. Thread-safe."""

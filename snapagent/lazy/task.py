@@ -239,6 +239,18 @@ class LiveTask:
             return Outcome.DONE
         raise self._refused("put zeros at", address, result.error)
 
+    def unwatch(self) -> None:
+        """Leave all of its mappings to the kernel, if nothing is missing.
+
+        For a task that has not run yet: its mappings are those of the images.
+        """
+        with self._lock.owned():
+            if self.is_closed or self._space.missing_bytes:
+                return
+            for start, end in self.memory.mappings:
+                # Most are not watched, or cannot be. One that stays watched is served as before.
+                userfaultfd.unregister(self.fd, start, end - start)
+
     def wake(self, address: int) -> None:
         """Let who waits for an address look again."""
         with self._lock.shared():

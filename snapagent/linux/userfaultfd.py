@@ -34,6 +34,7 @@ __all__ = [
     "read_messages",
     "receive",
     "register_missing",
+    "unregister",
     "wake",
     "zero_pages",
 ]
@@ -51,6 +52,7 @@ _REGISTER_MODE_MISSING = 1
 
 _IOCTL_API = 0xC018AA3F
 _IOCTL_REGISTER = 0xC020AA00
+_IOCTL_UNREGISTER = 0x8010AA01
 _IOCTL_WAKE = 0x8010AA02
 _IOCTL_COPY = 0xC028AA03
 _IOCTL_ZEROPAGE = 0xC020AA04
@@ -256,3 +258,12 @@ def register_missing(fd: int, address: int, length: int) -> int:
     """Watch a range of mappings for missing pages; returns an `errno` or 0."""
     argument = bytearray(_REGISTER.pack(address, length, _REGISTER_MODE_MISSING, 0))
     return _call(fd, _IOCTL_REGISTER, argument)
+
+
+def unregister(fd: int, address: int, length: int) -> int:
+    """Watch a range no more; returns an `errno` or 0.
+
+    Pages that are missing there are zeros from then on, which nobody is asked for, and whoever
+    waits for one goes on. Of mappings that cannot be watched the kernel says EINVAL.
+    """
+    return _call(fd, _IOCTL_UNREGISTER, bytearray(_RANGE.pack(address, length)))

@@ -20,6 +20,7 @@ from snapagent.memory.buffers import BUFFER_BYTES
 from snapagent.memory.device_io import DeviceIOs, FillWork
 from snapagent.memory.placement import HOST, from_placement
 from snapagent.memory.streaming_io import make_device_io
+from snapagent.precedence import Precedence
 from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class RegionFill:
         threads: int,
         on_error: Callable[[BaseException], None],
         device_io: Callable[[Gpu], DeviceIO] | None = None,
+        precedence: Precedence | None = None,
     ) -> None:
         """Prepare.
 
@@ -129,14 +131,17 @@ class RegionFill:
             threads: How many.
             on_error: Gets the first error, on some thread.
             device_io: Makes what fills memory of a GPU; by default the agent's engines.
+            precedence: What it gives way to.
         """
         self._snapshot = snapshot
         gpus, buffers = admissions.gpus, admissions.buffers
         cache = snapshot.node_cache
         cached = cache.file if cache is not None and cache.has_decoded else None
+        self._precedence = precedence or Precedence()
         self._device_ios = DeviceIOs(
             lambda: gpus.driver,
-            device_io or (lambda gpu: make_device_io(gpu, gpus.engines, buffers, cached)),
+            device_io
+            or (lambda gpu: make_device_io(gpu, gpus.engines, buffers, cached, self._precedence)),
         )
         self._cached = cached
         self._host_sources = {"store": 0, "cache": 0, "registered": 0}
@@ -261,6 +266,7 @@ class RegionFill:
     def _work(self) -> None:
         try:
             while not self._stop.is_set():
+                self._precedence.give_way(self._stop.is_set)
                 with self._lock:
                     if not self._parts:
                         return

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from snapagent.memory.buffers import FillBuffers
     from snapagent.memory.device_io import DeviceIO, FillWork
     from snapagent.memory.lent import LentRegion
+    from snapagent.precedence import Precedence
     from snapstore import FileWriter, SnapshotFile
 
 __all__ = ["OpenCached", "StreamingDeviceIO", "make_device_io"]
@@ -35,6 +36,7 @@ def make_device_io(
     engines: GpuEngines,
     buffers: FillBuffers | None = None,
     cached: OpenCached | None = None,
+    precedence: Precedence | None = None,
 ) -> DeviceIO:
     """Take over an opened GPU; without what an engine needs, the simplest way still works.
 
@@ -43,9 +45,10 @@ def make_device_io(
         engines: Of the agent.
         buffers: Needed to fill without an engine.
         cached: See `StreamingDeviceIO`.
+        precedence: What filling gives way to.
     """
     try:
-        return StreamingDeviceIO(gpu, engines, cached)
+        return StreamingDeviceIO(gpu, engines, cached, precedence)
     except GpuFailed:
         # The system does not lock pages, or the GPU has no room for the little that it takes.
         return SimpleDeviceIO(gpu, buffers)
@@ -59,6 +62,7 @@ class StreamingDeviceIO:
         gpu: Gpu,
         engines: GpuEngines,
         cached: OpenCached | None = None,
+        precedence: Precedence | None = None,
     ) -> None:
         """Take over an opened GPU.
 
@@ -66,11 +70,13 @@ class StreamingDeviceIO:
             gpu: Which.
             engines: Have what it needs, or make it now.
             cached: Opens a file of a snapshot in the node's cache, if there is one.
+            precedence: What filling gives way to.
         """
         self._gpu = gpu
         self._engines = engines
         self._engine = engines.of(gpu)
         self._cached = cached
+        self._precedence = precedence
 
     def fill(
         self,
@@ -102,6 +108,7 @@ class StreamingDeviceIO:
                     stop=stop,
                     target_done=lambda at: region_done(work[numbers[at]]),
                     progress=progress,
+                    precedence=self._precedence,
                 )
 
             report = fill(range(len(targets)))

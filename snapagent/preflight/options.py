@@ -75,7 +75,6 @@ class RestoreConditions:
     Attributes:
         criu: The program; by default the one in the search path.
         criu_cache: A file that keeps what CRIU said of this machine.
-        lazy: Whether memory is filled after the start.
         tcp: What becomes of captured TCP connections: they come back, or are closed.
         work_directory: Where the agent keeps sockets and logs meanwhile.
         work_bytes: How much room that takes.
@@ -83,7 +82,6 @@ class RestoreConditions:
 
     criu: Path | None = None
     criu_cache: Path | None = None
-    lazy: bool = True
     tcp: Literal["keep", "close"] = "keep"
     work_directory: Path = Path("/run")
     work_bytes: int = 16 * MIB

@@ -86,8 +86,7 @@ def check_images(
     check_kernel(found)
     check_privileges(found)
     check_criu(found, conditions.criu, conditions.criu_cache)
-    if conditions.lazy:
-        check_userfaultfd(found)
+    check_userfaultfd(found)
     program = find_criu(conditions.criu)
     facts = None if program is None else probe_criu(program, conditions.criu_cache)
     check_machine(found, _requirements(images, requirements), facts.version if facts else ())

@@ -169,7 +169,10 @@ def _stored(segments: Segments, numbers: Numbers) -> Iterator[StoredFrame]:
     """Give raw frames by number; in columns, since there may be very many."""
     layout = segments.layout
     rows = layout.frames[numbers]
-    packs = [PackId(bytes(raw)) for raw in layout.packs["id"].tolist()]
+    # Only those of this file: a snapshot has many files and many packs.
+    used = np.unique(rows["pack"])
+    ids = [PackId(bytes(raw)) for raw in layout.packs["id"][used].tolist()]
+    packs = dict(zip(used.tolist(), ids, strict=True))
     columns = (rows[name].tolist() for name in PlannedFrame._fields[1:])
     frames = map(PlannedFrame, numbers.tolist(), *columns)
     return map(StoredFrame, map(packs.__getitem__, rows["pack"].tolist()), frames)

@@ -3,11 +3,13 @@
 The store is a real S3 server behind a gate, so that "in the middle" is no matter of luck.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +27,7 @@ from tests.support.agent import (
 from tests.support.doomed import Gate, gate_before
 from tests.support.network_locks import without_network_locks
 from tests.support.processes import await_free_ids
-from tests.support.tree import ProcessTree
+from tests.support.tree import MEMBERS, ProcessTree
 from tests.support.waiting import wait_until
 from tools import seaweed
 from tools.live_process import Criu
@@ -201,3 +203,43 @@ def test_killed_while_criu_restores(
         elif name != "agent":
             assert failed(process, code=1)["code"] == "WorkloadLost"
     assert stored.tree.wrong_memory() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("agent", HERE), ("agent", FRESH), ("snapagent-super", HERE), ("keeper", FRESH)],
+)
+def test_killed_while_all_memory_is_filled_first(
+    stored: Stored, gate: Gate, name: str, place: tuple[str, ...]
+) -> None:
+    """Goal: what is filled before it runs never runs then, and is ended, whoever was killed.
+
+    Method: hold what is read once CRIU has handed over all processes, which wait for it.
+    """
+    with stored.agent.nothing_left(stored.tree.home):
+        process = stored.through(gate).start("restore", "tree", "--eager", *place)
+        gate.closes_when = lambda: userfaultfds(process.pid) >= MEMBERS
+        gate.await_held(process)
+        asking = Asking(lambda: stored.tree.ask("ping"))
+        match name:
+            case "agent":
+                killed(process)
+            case "keeper":
+                kill(stored.agent, keeper_in(place))
+            case _:
+                kill(stored.agent, name)
+        if name != "agent":
+            assert failed(process, code=1)["code"] == "WorkloadLost"
+        assert isinstance(asking.wait(), ConnectionError)
+    assert stored.tree.wrong_memory() == ""
+
+
+def userfaultfds(pid: int) -> int:
+    """Return how many a process has open."""
+    count = 0
+    # It may end, or close some, meanwhile.
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                count += str(path.readlink()) == "anon_inode:[userfaultfd]"
+    return count

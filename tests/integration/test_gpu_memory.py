@@ -15,6 +15,7 @@ from snapagent.config import Settings
 from snapagent.errors import PreflightFailed
 from snapagent.gpu.driver import Driver
 from snapagent.gpu.engine import GpuSettings
+from snapagent.linux.processes import children
 from snapagent.memory.broker import MemoryBroker
 from snapagent.memory.warming import warm_external
 from snapagent.restore import Restoration, RestoreRequest, RestoreResult
@@ -230,6 +231,30 @@ def test_a_machine_that_does_not_fit_is_refused(
     ):
         restoration.start()
     assert caught.value.exit_code == 7
+
+
+def is_watched(pid: int) -> bool:
+    """Tell whether a userfaultfd gets the faults of any mapping of a process."""
+    flags = Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8")
+    return any(line.startswith("VmFlags:") and " um" in line for line in flags.splitlines())
+
+
+def test_nobody_watches_its_memory_when_it_runs(
+    agent: Agent, captured: str, gpu_broker: MemoryBroker, gpu_workload: ExternalWorkload
+) -> None:
+    """The driver touches what was never used, which must not cost a fault of the agent each."""
+    with restoring(agent, gpu_broker) as restoration:
+        restoration.start()
+        pids = [restoration.root_pid, *children(restoration.root_pid)]
+        assert len(pids) == 2
+        assert not [pid for pid in pids if is_watched(pid)]
+        restoration.wait_filled()
+        restored = restoration.release()
+    assert restored.lazy.fill_bytes > restored.eager_bytes
+    assert restored.lazy.filling_s > 0
+    assert gpu_workload.ask("resume") == "resumed"
+    assert gpu_workload.ask("digest") == captured
+    gpu_workload.end()
 
 
 def test_another_driver_can_be_allowed(

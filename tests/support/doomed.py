@@ -2,7 +2,7 @@
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,8 @@ class Gate:
     closed: bool = False
     closes_with_criu: bool = False
     """Close it by itself once CRIU has begun to restore."""
+    closes_when: Callable[[], bool] = lambda: False
+    """Close it by itself once that is so."""
     held: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -29,6 +31,8 @@ class Gate:
         if not request.is_data or request.method not in {"GET", "PUT", "POST"}:
             return None
         if self.closes_with_criu and any(self.run_directory.glob("restore-*/restore.log")):
+            self.closed = True
+        if self.closes_when():
             self.closed = True
         if not self.closed:
             return None

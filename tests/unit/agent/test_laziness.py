@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapagent.criu.laziness import with_lazy_marks, without_zeros
+from snapagent.criu.laziness import with_lazy_marks
 from snapstore.criu import PageFlag, Pagemap, Vmas, VmaStatus
 
 PAGE = 4096
@@ -116,42 +116,3 @@ def test_guard_ranges_are_no_mappings() -> None:
     vmas.statuses[1] |= np.uint64(VmaStatus.GUARD)
     marked = with_lazy_marks(pagemap_of([(1, 4, PageFlag.PRESENT)]), vmas)
     assert list(marked.flags) == [PageFlag.PRESENT | PageFlag.LAZY]
-
-
-@given(
-    neighbours(st.sampled_from([PageFlag.PRESENT, PageFlag.LAZY, PageFlag.PARENT])),
-    neighbours(st.integers(0, len(KINDS) - 1)),
-    neighbours(st.just(0)),
-    st.integers(0, 3) | st.just(0),
-)
-def test_zeros_are_left_out_page_by_page(
-    entries: list[tuple[int, int, int]],
-    mappings: list[tuple[int, int, int]],
-    zeros: list[tuple[int, int, int]],
-    odd: int,
-) -> None:
-    """Goal: only pages of private anonymous memory go, and only those that are zeros as a whole.
-
-    Method: zeros are ranges of the image, which need not begin and end at pages, page by page.
-    """
-    pagemap = pagemap_of(entries)
-    ranges = [((first - 1) * PAGE + odd, count * PAGE - odd) for first, count, _ in zeros]
-    found = without_zeros(pagemap, vmas_of(mappings), ranges)
-    lazy_pages = {
-        page
-        for first, count, kind in mappings
-        if KINDS[kind][2]
-        for page in range(first, first + count)
-    }
-    expected = {
-        page: (flags | PageFlag.LAZY if flags == PageFlag.PRESENT and page in lazy_pages else flags)
-        for page, (flags, offset) in by_page(pagemap).items()
-        if offset is None
-        or page not in lazy_pages
-        or not any(at <= offset and offset + PAGE <= at + length for at, length in ranges)
-    }
-    assert {page: flags for page, (flags, _) in by_page(found).items()} == expected
-    before = by_page(pagemap)
-    assert all(at == before[page][1] for page, (_, at) in by_page(found).items())
-    present = [flags for flags in expected.values() if flags & PageFlag.PRESENT]
-    assert found.present_bytes == len(present) * PAGE

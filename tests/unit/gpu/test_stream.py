@@ -4,17 +4,19 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from snapagent.gpu.driver import Gpu, Lane, memory_at
 from snapagent.gpu.hashing import device_buffer
 from snapagent.gpu.stream import GpuStream, StreamReport, StreamTarget
+from snapagent.precedence import Precedence
 from snapstore import Compression, Integrity, SnapshotFile, Store, StoreOptions
 from snapstore.backend.base import Backend, ObjectKind
 from snapstore.backend.memory import MemoryBackend
@@ -276,3 +278,46 @@ def test_it_ends_early_when_told(shelf: Shelf, bench: Bench) -> None:
         )
     assert report.bytes < sum(map(len, contents().values()))
     assert 0 not in done
+
+
+class Watched(Precedence):
+    """Tells when somebody gives way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Semaphore(0)
+
+    @override
+    def give_way(self, is_over: Callable[[], bool]) -> None:
+        self.asked.release()
+        super().give_way(is_over)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_it_pauses_for_what_is_urgent(shelf: Shelf, bench: Bench, *, is_stopped: bool) -> None:
+    """Goal: nothing is begun while something has precedence; then all is filled, unless stopped."""
+    files = shelf.files(Integrity.FAST)
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=2))
+    stop, precedence = threading.Event(), Watched()
+    arrived: list[int] = []
+    with memories(bench.gpu, files) as addresses:
+        targets = [StreamTarget(3, *both) for both in zip(files, addresses, strict=True)]
+        filling = threading.Thread(
+            target=lambda: stream.fill(
+                targets,
+                stop=stop,
+                target_done=lambda _: None,
+                progress=arrived.append,
+                precedence=precedence,
+            )
+        )
+        with precedence.taken():
+            filling.start()
+            for _ in range(2):
+                assert precedence.asked.acquire(timeout=30)
+            assert not arrived
+            if is_stopped:
+                stop.set()
+                filling.join()
+        filling.join()
+    assert bool(arrived) != is_stopped

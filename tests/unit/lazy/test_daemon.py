@@ -12,6 +12,7 @@ import pytest
 from snapagent.errors import AgentError, ProtocolError
 from snapagent.lazy.daemon import LazyPages
 from snapagent.lazy.memory import TaskMemory
+from snapagent.precedence import Precedence
 from snapstore import FileRange, PageRun
 from tests.support.lazy_pages import (
     ADDRESS,
@@ -403,6 +404,61 @@ def test_a_daemon_closed_early_leaves_no_zeros(stage: Stage) -> None:
     assert peer.is_silent(SILENCE_S)
     stage.release()
     assert peer.answer() == hashlib.sha256(ZERO).hexdigest()
+
+
+def test_what_is_not_watched_waits_for_nobody(stage: Stage) -> None:
+    """Goal: memory that is whole and not watched is ordinary memory, whoever has descriptors open.
+
+    Method: close the daemon but not the duplicates, so that nobody serves the task; it touches
+    pages that it never used, and discards, moves and forks: with watched memory each would wait.
+    """
+    daemon, peer = stage.start(random_image(PAGES), whole_map(PAGES), 2 * PAGES)
+    assert daemon.wait_filled(WAIT_S)
+    daemon.unwatch()
+    daemon.close()
+    assert stage.held
+    peer.check()
+    peer.ask("discard", 3, 70)
+    peer.pages[3:73] = [ZERO] * 70
+    peer.ask("move", 100, 50, PAGES + 100)
+    peer.pages[PAGES + 100 : PAGES + 150] = peer.pages[100:150]
+    child = peer.fork()
+    for one in (peer, child):
+        one.check(0, 100)
+        one.check(150, 2 * PAGES - 150)
+
+
+def test_what_is_missing_stays_watched(stage: Stage) -> None:
+    daemon, peer = stage.start(random_image(PAGES), whole_map(PAGES), PAGES, fill=False)
+    assert daemon.wait_restored(WAIT_S)
+    daemon.unwatch()
+    peer.check(7, 1)
+    daemon.close()
+    daemon.unwatch()
+    peer.send("read", 100, 1)
+    assert peer.is_silent(SILENCE_S)
+
+
+def test_it_has_precedence_while_it_fills(stage: Stage) -> None:
+    def somebody_waits() -> bool:
+        asked: list[bool] = []
+
+        def is_over() -> bool:
+            asked.append(True)
+            return True
+
+        precedence.give_way(is_over)
+        return bool(asked)
+
+    precedence = Precedence()
+    image = random_image(PAGES)
+    image.before_read = gate = Gate()
+    daemon, _ = stage.start(image, whole_map(PAGES), PAGES, precedence=precedence)
+    gate.wait()
+    assert somebody_waits()
+    gate.open()
+    filled(daemon, stage)
+    assert not somebody_waits()
 
 
 def one_memory() -> TaskMemory:
