@@ -3,6 +3,8 @@
 PYTHON := .venv/bin/python
 # More arguments for pytest: make test ARGS="-k roundtrip"
 ARGS ?=
+# One more than there are processors: one of them runs the tests with CRIU, which mostly wait.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 # Markers whose tests must run: a skipped one fails. Comma-separated; .ci/run sets it.
 SNAPSTORE_REQUIRE ?=
 
@@ -19,7 +21,7 @@ demo-s3: setup criu  ## the same with the store in a bucket of a local S3 server
 	@$(PYTHON) -m tools.demo --s3
 
 test: setup criu servers lint  ## everything that has to pass before a commit
-	@$(PYTHON) -m pytest --numprocesses auto --dist loadgroup \
+	@$(PYTHON) -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder \
 		$(if $(SNAPSTORE_REQUIRE),--require $(SNAPSTORE_REQUIRE)) $(ARGS)
 
 lint: setup  ## style, types, layers
