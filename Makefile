@@ -9,7 +9,7 @@ WORKERS ?= $(shell expr $$(nproc) + 1)
 SNAPSTORE_REQUIRE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-s3 test lint bench clean setup criu servers
+.PHONY: help demo demo-s3 test lint style types layers bench clean setup criu servers
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,11 +25,18 @@ test: setup criu servers lint  ## everything that has to pass before a commit
 		$(if $(SNAPSTORE_REQUIRE),--require $(SNAPSTORE_REQUIRE)) $(ARGS)
 
 lint: setup  ## style, types, layers
+	@$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync style types layers
+
+style:
 	@$(PYTHON) -m ruff check --quiet --output-format concise .
 	@$(PYTHON) -m ruff format --check --quiet .
-	@$(PYTHON) -m mypy --no-error-summary
-	@report=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
 	@if [ -e tools/tidy.py ]; then $(PYTHON) -m tools.tidy; fi
+
+types:
+	@$(PYTHON) -m mypy --no-error-summary
+
+layers:
+	@report=$$(.venv/bin/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
 
 bench: setup  ## measure speed and size beside restic, borg, casync and hf-xet (half an hour)
 	@tools/bench/install_peers.sh
