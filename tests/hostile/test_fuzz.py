@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 1
 PARTS = 6
 """Parsers are fuzzed by so many processes, each of which loads and instruments them once."""
-PATIENCE_S = 200
+PATIENCE_S = 100
 WITHOUT_TARGET = {
     "decode_columns": "`criu-mm` and `criu-pagemap`",
     "parse_header": "`envelope-header`, which tries all magics",

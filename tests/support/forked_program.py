@@ -6,6 +6,7 @@ loading takes ten times as long as most commands do. Who tests how the program s
 signals, starts it as users do, with `command_line`.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -90,6 +91,7 @@ class _Server:
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
 
     def run(self, request: bytes, outputs: list[int]) -> int:
@@ -98,16 +100,23 @@ class _Server:
         try:
             return int(self._socket.recv(100))
         except BaseException:
-            self._process.kill()
-            self._process.wait()
-            self._socket.close()
             _server.cache_clear()
+            self.end()
             raise
+
+    def end(self) -> None:
+        """Kill it, and what it has forked. Idempotent."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._socket.close()
 
 
 @functools.cache
 def _server() -> _Server:
-    return _Server()
+    server = _Server()
+    atexit.register(server.end)
+    return server
 
 
 # -- the other side -------------------------------------------------------------------------------
@@ -137,7 +146,6 @@ def be_the_program(request: dict[str, object], outputs: list[int]) -> NoReturn:
     """Become what was asked for."""
     from snapstore.__main__ import main  # noqa: PLC0415 - only in children
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, output in enumerate(outputs, start=1):
         os.dup2(output, number)
         os.close(output)
@@ -150,6 +158,4 @@ def be_the_program(request: dict[str, object], outputs: list[int]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # Ctrl-C is for the tests, which end this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(int(sys.argv[1]))
