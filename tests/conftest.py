@@ -1,6 +1,8 @@
-"""What every test run does: required markers, one seed, Hypothesis profiles, CRIU in one worker."""
+"""What every test run does: required markers, one seed, Hypothesis profiles, what is together."""
 
+import collections
 import contextlib
+import gc
 import os
 import random
 import secrets
@@ -58,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A run in the background of a script ignores Ctrl-C, and so would every program it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     enter_own_network(config)
+    # Thousands of programs are started, by workers of xdist too: they are compiled once.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # noqa: TID251 - handed on
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     if config.option.seed is None:
@@ -139,13 +143,16 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return None
 
 
+# -- which tests are together, and which come first -----------------------------------------------
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what uses CRIU, FUSE or S3, and keep the former two in one worker, and S3 in one.
+    """Mark what uses CRIU, FUSE or S3, and keep together what has to be in one worker.
 
     Two restores at once may want the same process id, and a fresh process may take the id that
     another test's restore is about to need. What is restored may have a mount namespace of its own,
-    which keeps mounts of other tests alive. One S3 server is enough. xdist reads these marks when
-    all items are collected.
+    which keeps mounts of other tests alive. One S3 server is enough. All other tests are kept by
+    module, whose fixtures are then made once. xdist reads these marks when all items are collected.
     """
     for name in ("criu", "fuse", "s3"):
         if name in getattr(item, "fixturenames", ()):
@@ -153,8 +160,30 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     # One group only: xdist makes a third one of what is in two, which runs beside both.
     homes = {"criu": "criu", "fuse": "criu", "s3": "s3"}
     groups = [home for name, home in homes.items() if item.get_closest_marker(name) is not None]
-    if groups:
-        item.add_marker(pytest.mark.xdist_group(groups[0]))
+    item.add_marker(pytest.mark.xdist_group(groups[0] if groups else item.path.stem))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the groups that take longest, so that no worker is left with one of them alone.
+
+    The one with CRIU takes as long as everything else together, and mostly waits. Modules with slow
+    tests come next, and quick ones fill up what is left at the end.
+    """
+    slow = collections.Counter(group_of(item) for item in items if item.get_closest_marker("slow"))
+    first = {"criu": 2, "s3": 1}
+    items.sort(key=lambda item: (-first.get(group_of(item), 0), -slow[group_of(item)]))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector forget thousands of tests, which stay until the end anyway."""
+    gc.collect()
+    gc.freeze()
+
+
+def group_of(item: pytest.Item) -> str:
+    """Return the name of the group of a test."""
+    mark = item.get_closest_marker("xdist_group")
+    return str(mark.args[0]) if mark is not None else ""
 
 
 # -- fixtures for all -----------------------------------------------------------------------------

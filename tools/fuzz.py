@@ -2,10 +2,11 @@
 
     python -m tools.fuzz --list
     python -m tools.fuzz layout --seconds 3600 --corpus /tmp/corpus
+    python -m tools.fuzz layout index rank
 
 Needs atheris. Starts from the vectors of the format and from small images of CRIU, and goes on in
-`--corpus` if one is given. Ends with 1 and the input, also as a file, when a parser crashes, hangs
-or takes more than a gigabyte.
+`--corpus` if one is given, a folder for each parser. Ends with 1 and the input, also as a file,
+when a parser crashes, hangs or takes more than a gigabyte.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import resource
-import subprocess
 import sys
 import tempfile
 from base64 import b64decode
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,12 +70,36 @@ def _input(case: dict[str, list[dict[str, str]]]) -> bytes:
     return b"".join(parts)
 
 
-def fuzz(name: str, *, seconds: int, corpus: Path, seed: int) -> None:
-    """Run the fuzzer, which ends the process."""
+def fuzz_each(names: Sequence[str], *, seconds: int, corpus: Path, seed: int) -> bool:
+    """Fuzz one parser after the other, so many seconds each; return whether all held.
+
+    The fuzzer ends its process without coming back. So each has one, forked from this one, which
+    has loaded and instrumented everything: that takes longer than a short run.
+    """
     import atheris
 
     with atheris.instrument_imports(include=["snapstore", "snapagent", "tools.fuzz_targets"]):
-        from tools.fuzz_targets import TARGETS
+        import tools.fuzz_targets  # noqa: F401
+
+    failed = []
+    for name in names:
+        (corpus / name).mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            fuzz(name, seconds=seconds, corpus=corpus / name, seed=seed)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return not failed
+
+
+def fuzz(name: str, *, seconds: int, corpus: Path, seed: int) -> NoReturn:
+    """Run the fuzzer, which ends the process."""
+    import atheris
+
+    from tools.fuzz_targets import TARGETS
 
     for number, data in enumerate(seeds(name)):
         (corpus / f"seed-{number:03d}").write_bytes(data)
@@ -90,6 +115,7 @@ def fuzz(name: str, *, seconds: int, corpus: Path, seed: int) -> None:
     ]
     atheris.Setup([sys.argv[0], *options], TARGETS[name].run_caught)
     atheris.Fuzz()
+    os._exit(1)
 
 
 def _peak_mib() -> int:
@@ -99,9 +125,9 @@ def _peak_mib() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description="Fuzz a parser.")
-    parser.add_argument("parser", nargs="?", help="which; --list tells")
-    parser.add_argument("--seconds", type=int, default=60)
+    parser = argparse.ArgumentParser(description="Fuzz parsers.")
+    parser.add_argument("parsers", nargs="*", help="which; --list tells")
+    parser.add_argument("--seconds", type=int, default=60, help="for each")
     parser.add_argument("--seed", type=int, default=0, help="0: a new one")
     parser.add_argument("--corpus", type=Path, default=None, help="kept from run to run")
     parser.add_argument("--list", action="store_true", help="name all parsers")
@@ -111,19 +137,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not IS_AVAILABLE:
         parser.error("atheris is not installed")
-    if given.parser is None:
-        parser.error("which parser? --list names them")
-    if given.corpus is None:
-        if given.parser not in target_names():
-            parser.error(f"no parser {given.parser!r}; --list names them")
-        # The fuzzer ends its process without coming back, so another one has to tidy up.
-        with tempfile.TemporaryDirectory(prefix="snapstore-fuzz-") as folder:
-            command = [sys.executable, "-m", "tools.fuzz", given.parser, "--corpus", folder]
-            command += ["--seconds", str(given.seconds), "--seed", str(given.seed)]
-            return subprocess.run(command, check=False).returncode  # noqa: S603 - ourselves
-    given.corpus.mkdir(parents=True, exist_ok=True)
-    fuzz(given.parser, seconds=given.seconds, corpus=given.corpus, seed=given.seed)
-    return 0
+    if not given.parsers:
+        parser.error("which parsers? --list names them")
+    with tempfile.TemporaryDirectory(prefix="snapstore-fuzz-") as folder:
+        held = fuzz_each(
+            given.parsers,
+            seconds=given.seconds,
+            corpus=given.corpus or Path(folder),
+            seed=given.seed,
+        )
+    return 0 if held else 1
 
 
 if __name__ == "__main__":

@@ -66,7 +66,9 @@ def place(work_dir: Path, memory_directory: Path) -> Place:
 
 
 @contextlib.contextmanager
-def reader(how: str, place: Place, cache: Path, *hold: Path) -> Iterator[subprocess.Popen[str]]:
+def reader(
+    how: str, place: Place, cache: Path, *hold: Path | str
+) -> Iterator[subprocess.Popen[str]]:
     """Start a reader, which waits for its line."""
     command = [sys.executable, str(READER), how, place.url, str(cache), NAME, *map(str, hold)]
     with subprocess.Popen(  # noqa: S603
@@ -90,22 +92,22 @@ def begin(process: subprocess.Popen[str]) -> None:
 
 
 def result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    return results_of(process)[-1]
+
+
+def results_of(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
     out = process.communicate(timeout=100)[0]
     assert process.returncode == 0
-    result: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return result
+    return [json.loads(line) for line in out.splitlines() if line != "ready"]
 
 
 def read_at_once(how: str, place: Place, cache: Path, count: int) -> list[dict[str, Any]]:
     """Let so many processes read everything, all from the same moment on."""
-    with contextlib.ExitStack() as running:
-        readers = [running.enter_context(reader(how, place, cache)) for _ in range(count)]
-        for one in readers:
-            assert one.stdout is not None
-            assert one.stdout.readline() == "ready\n"
-        for one in readers:
-            begin(one)
-        return [result_of(one) for one in readers]
+    with reader(how, place, cache, "--processes", str(count)) as process:
+        begin(process)
+        results = results_of(process)
+    assert len(results) == count
+    return results
 
 
 def fetch_together(how: str, place: Place, **tiers: bool) -> None:

@@ -1,5 +1,6 @@
 """The daemon's API and its socket, asked as its clients do; without CRIU."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,10 +13,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+import snapstore
 from snapagent.api import BODY_BYTES_MAX
 from snapagent.config import RUN_VARIABLE, STATE_VARIABLE
 from snapagent.server.routes import ROUTES
-from tests.support.agent import ROOT, Agent, failed
+from tests.support.agent import ROOT, Agent, agent_folder, failed
 from tests.support.daemon import Daemon, program, running_daemon
 from tests.support.users import NOBODY, as_nobody
 from tests.support.waiting import wait_until
@@ -38,8 +40,24 @@ names = ["team/a/*"]
 
 @pytest.fixture
 def daemon(plain_agent: Agent) -> Iterator[Daemon]:
-    plain_agent.folder.chmod(0o711)
-    with running_daemon(plain_agent, CONFIG) as daemon:
+    """Run one for the test alone, with nothing in its history."""
+    with running(plain_agent) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """Run one for all tests that do not care what it was asked before."""
+    url = f"file://{tmp_path_factory.mktemp('shared')}/store"
+    snapstore.init_store(url).close()
+    with agent_folder() as folder, running(Agent(url, folder)) as daemon:
+        yield daemon
+
+
+@contextlib.contextmanager
+def running(agent: Agent) -> Iterator[Daemon]:
+    agent.folder.chmod(0o711)
+    with running_daemon(agent, CONFIG) as daemon:
         yield daemon
 
 
@@ -89,9 +107,9 @@ def test_describes_itself(daemon: Daemon) -> None:
     ],
 )
 def test_what_is_wrong_is_named(
-    daemon: Daemon, method: str, target: str, raw: bytes | None, status: int, said: str
+    shared_daemon: Daemon, method: str, target: str, raw: bytes | None, status: int, said: str
 ) -> None:
-    answer = daemon.ask(method, target, raw=raw or None)
+    answer = shared_daemon.ask(method, target, raw=raw or None)
     assert answer.status == status, answer
     assert said in answer.error["message"]
     if status == 405:
@@ -165,10 +183,13 @@ app(sys.argv[1:])
 """
 
 
-def test_program_of_another_user(daemon: Daemon) -> None:
+def test_program_of_another_user(shared_daemon: Daemon) -> None:
     """Goal: the command asks for its user, and tells what rule is missing, with code 7."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # noqa: TID251 - handed on
-    environment |= {"SNAPAGENT_SOCKET": str(daemon.socket), "SNAPSTORE_URL": daemon.agent.url}
+    environment |= {
+        "SNAPAGENT_SOCKET": str(shared_daemon.socket),
+        "SNAPSTORE_URL": shared_daemon.agent.url,
+    }
     found = {}
     for name in ("team/b/x", "team/a/x"):
         done = subprocess.run(  # noqa: S603 - this interpreter
@@ -183,12 +204,12 @@ def test_program_of_another_user(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["restore", "none"], ["preflight", "none"], ["history"]])
-def test_commands_say_the_same(daemon: Daemon, arguments: list[str]) -> None:
-    """Goal: with and without a daemon, output and exit code are the same."""
+def test_commands_say_the_same(shared_daemon: Daemon, arguments: list[str]) -> None:
+    """Goal: with and without a shared_daemon, output and exit code are the same."""
     said = []
     for more in ([], ["--no-daemon"]):
         process = program(
-            daemon.agent,
+            shared_daemon.agent,
             *arguments,
             "--json",
             *more,
@@ -200,13 +221,13 @@ def test_commands_say_the_same(daemon: Daemon, arguments: list[str]) -> None:
     assert said[0] == said[1]
 
 
-def test_names_that_are_no_text(daemon: Daemon) -> None:
+def test_names_that_are_no_text(shared_daemon: Daemon) -> None:
     """Goal: bytes that no JSON can say are refused before the daemon is asked."""
-    error = failed(daemon.agent.start("restore", "tree\udcff"), code=2)
+    error = failed(shared_daemon.agent.start("restore", "tree\udcff"), code=2)
     assert error["code"] == "UsageError"
 
 
-def test_commands_load_little(daemon: Daemon) -> None:
+def test_commands_load_little(shared_daemon: Daemon) -> None:
     """Goal: a command that asks the daemon does not load what does the work."""
     code = (
         "import sys; from snapagent.cli.main import app\n"
@@ -216,7 +237,10 @@ def test_commands_load_little(daemon: Daemon) -> None:
         "'snapagent.capture', 'snapstore.repository', 'http.client') if name in sys.modules))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # noqa: TID251 - handed on
-    environment |= {"SNAPAGENT_SOCKET": str(daemon.socket), "SNAPSTORE_URL": daemon.agent.url}
+    environment |= {
+        "SNAPAGENT_SOCKET": str(shared_daemon.socket),
+        "SNAPSTORE_URL": shared_daemon.agent.url,
+    }
     done = subprocess.run(  # noqa: S603 - this interpreter
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
@@ -224,10 +248,10 @@ def test_commands_load_little(daemon: Daemon) -> None:
     assert "none" in done.stderr
 
 
-def test_one_daemon_only(daemon: Daemon, tmp_path: Path) -> None:
+def test_one_daemon_only(shared_daemon: Daemon, tmp_path: Path) -> None:
     """Goal: a second one is refused with 6, whether it has the same state or only the socket."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    same = program(daemon.agent, "run", **pipes)
+    same = program(shared_daemon.agent, "run", **pipes)
     assert "another agent works with" in same.communicate(timeout=60)[1]
     assert same.returncode == 6
     config = tmp_path / "other.toml"
@@ -235,7 +259,7 @@ def test_one_daemon_only(daemon: Daemon, tmp_path: Path) -> None:
     code = "import os, sys; os.environ['SNAPAGENT_STATE_DIR'] = sys.argv[1]\n"
     code += "from snapagent.cli.main import app; app(['run'])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # noqa: TID251 - handed on
-    environment |= {"SNAPAGENT_SOCKET": str(daemon.socket)}
+    environment |= {"SNAPAGENT_SOCKET": str(shared_daemon.socket)}
     other = subprocess.run(  # noqa: S603 - this interpreter
         [sys.executable, "-c", code, str(tmp_path)],
         env=environment,
@@ -245,7 +269,7 @@ def test_one_daemon_only(daemon: Daemon, tmp_path: Path) -> None:
     )
     assert "somebody listens at" in other.stderr
     assert other.returncode == 6
-    assert daemon.get("/v1/health") == {"healthy": True, "memory_is_held": True}
+    assert shared_daemon.get("/v1/health") == {"healthy": True, "memory_is_held": True}
 
 
 def test_dead_socket_is_replaced(plain_agent: Agent) -> None:

@@ -22,7 +22,14 @@ import pytest
 import snapstore
 from snapstore.clock import SystemClock
 from snapstore.units import KIB, MIB
-from tests.support.mounts import SNAPSTORE, Mounts, look, names_in, run_snapstore
+from tests.support.mounts import (
+    SNAPSTORE,
+    Mounts,
+    look,
+    names_in,
+    own_environment,
+    run_snapstore,
+)
 from tests.support.samples import random_bytes, text
 from tests.support.servers import free_port
 from tests.support.trees import (
@@ -489,17 +496,28 @@ def test_killed_daemon_leaves_nobody_waiting(shop: Shop, mounts: Mounts) -> None
     assert names_in(mount.directory) == []
 
 
+IMPATIENT = """
+from snapstore.cli.main import run
+from snapstore.mount import table
+table._ANSWER_S_MAX = 0.5
+run()
+"""
+"""The program, which waits for half a second instead of five for a mount to answer."""
+
+
 def test_a_process_that_does_not_answer(shop: Shop, mounts: Mounts) -> None:
     """A stopped process holds up neither who unmounts nor who would mount there."""
+    program = [sys.executable, "-c", IMPATIENT]
     mount = mounts.mount("team/model:v1", shop.store)
     os.kill(mount.pid, signal.SIGSTOP)
     try:
-        refused = mount.unmount("--json")
+        refused = run_snapstore("umount", "--json", mount.directory, program=program)
         assert (refused.returncode, error_of(refused)) == (6, "MountBusy")
         where = ("team/model:v1", mount.directory, "--store", shop.store, "--json")
-        refused = run_snapstore("mount", *where)
+        refused = run_snapstore("mount", *where, program=program)
         assert (refused.returncode, error_of(refused)) == (6, "AlreadyMounted")
-        assert mount.unmount("--force").returncode == 0
+        done = run_snapstore("umount", "--force", mount.directory, program=program)
+        assert done.returncode == 0
         assert names_in(mount.directory) == []
     finally:
         os.kill(mount.pid, signal.SIGCONT)
@@ -546,7 +564,8 @@ def test_in_the_foreground(shop: Shop, fuse: None, mounts: Mounts, tmp_path: Pat
     there.mkdir()
     command = ["mount", "-f", "team/model:v1", there, "--store", shop.store, "--json"]
     with subprocess.Popen(  # noqa: S603 - our own program
-        [sys.executable, str(SNAPSTORE), *map(str, command)],
+        [*SNAPSTORE, *map(str, command)],
+        env=own_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",

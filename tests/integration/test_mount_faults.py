@@ -221,9 +221,9 @@ def is_asleep(pid: int) -> bool:
 
 @pytest.mark.s3
 def test_short_soak(weed: Path, fuse: None, tmp_path: Path) -> None:
-    """Twenty seconds of `tools/soak_mount.py`: the server is killed and started all the time."""
+    """Ten seconds of `tools/soak_mount.py`: the server is killed and started all the time."""
     done = soak(
-        Soak(seconds=20, readers=3, file_bytes=24 * MIB, away_s=1.0, seed=1),
+        Soak(seconds=10, readers=3, file_bytes=24 * MIB, away_s=1.0, seed=1),
         tmp_path / "soak",
         weed,
     )

@@ -7,24 +7,22 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pytest
+from typing_extensions import override
 
 from snapagent.memory.broker import MemoryBroker
 from tests.support.agent import agent_folder
+from tests.support.lives import Living
 from tests.support.network_locks import without_network_locks
-from tests.support.processes import end_processes_in, processes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "tests.support.programs.external_arrays"
-READY_S_MAX = 60
 ANSWER_S_MAX = 60
 SIZE_MIB = 64
 
 
-class ExternalWorkload:
+class ExternalWorkload(Living):
     """A process with external arrays, in any of its lives. Leaving the context ends it."""
 
     def __init__(
@@ -36,27 +34,12 @@ class ExternalWorkload:
         program: str = PROGRAM,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self.home = home
-        with (home / "output.txt").open("ab") as output:
-            self._first_life = subprocess.Popen(  # noqa: S603 - this interpreter
-                [sys.executable, "-m", program, str(broker), str(size_mib)],
-                cwd=home,
-                env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **(variables or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        self.pid = self._first_life.pid
-        try:
-            wait_until(self._is_ready, "the workload answers", seconds=READY_S_MAX)
-        except BaseException:
-            self.end()
-            raise
+        environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **(variables or {})}
+        self.begin(home, [sys.executable, "-m", program, str(broker), str(size_mib)], environment)
 
-    def _is_ready(self) -> bool:
-        if self._first_life.poll() is not None:
-            raise RuntimeError((self.home / "output.txt").read_text(encoding="utf-8"))
+    @override
+    def answers(self) -> bool:
+        """Tell whether somebody listens, without waiting."""
         try:
             self._connect().close()
         except OSError:
@@ -83,31 +66,16 @@ class ExternalWorkload:
                     answer += piece
             return answer.decode()
 
-    def exit_code(self) -> int:
-        """Wait for the end of its first life."""
-        return self._first_life.wait(ANSWER_S_MAX)
-
     @property
     def pids(self) -> list[int]:
         """Its living processes."""
-        return processes_in(self.home)
+        return self.processes()
 
+    @override
     def end(self) -> None:
         """Kill it, and wait until its ids are free."""
-        end_processes_in(self.home)
-        self._first_life.wait()
+        super().end()
         (self.home / "control").unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.end()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,21 @@ import pytest
 
 from tests.support.waiting import wait_until
 
-__all__ = ["Mount", "Mounts", "fuse", "look", "mounts", "names_in", "run_snapstore"]
+__all__ = [
+    "Mount",
+    "Mounts",
+    "fuse",
+    "look",
+    "mounts",
+    "names_in",
+    "own_environment",
+    "run_snapstore",
+]
 
-SNAPSTORE = Path(sys.executable).parent / "snapstore"
 PATIENCE_S = 60.0
+ROOT = Path(__file__).parents[2]
+SNAPSTORE = [sys.executable, "-m", "snapstore"]
+"""The program of this checkout, in `own_environment`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,10 +157,18 @@ def is_dead(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] in "ZX"
 
 
-def run_snapstore(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def own_environment() -> dict[str, str]:
+    """This environment, in which Python finds the packages of this checkout first."""
+    return {**os.environ, "PYTHONPATH": str(ROOT)}  # noqa: TID251 - handed on
+
+
+def run_snapstore(
+    *arguments: str | Path, program: Sequence[str] = SNAPSTORE
+) -> subprocess.CompletedProcess[str]:
     """Run the program to its end; a traceback is never right."""
     done = subprocess.run(  # noqa: S603 - our own program
-        [sys.executable, str(SNAPSTORE), *map(str, arguments)],
+        [*program, *map(str, arguments)],
+        env=own_environment(),
         capture_output=True,
         encoding="utf-8",
         timeout=PATIENCE_S,

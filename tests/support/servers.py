@@ -15,17 +15,19 @@ import socket
 import subprocess
 import tempfile
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.support.processes import CLOCK, end_processes_in, processes_in, wait_until
+from typing_extensions import override
+
+from tests.support.lives import Living
+from tests.support.processes import CLOCK, wait_until
 
 LOOPBACK = "127.0.0.1"
-READY_S_MAX = 60
 ANSWER_S_MAX = 60
 BATCH = 1_000
 
@@ -61,7 +63,7 @@ def in_own_namespace(user: str) -> list[str]:
     return ["unshare", "--ipc", f"--setgid={entry.pw_gid}", f"--setuid={entry.pw_uid}", "--"]
 
 
-class Server(ABC):
+class Server(Living):
     """A server that runs until its context is left, in whatever life it is by then."""
 
     user: str
@@ -71,62 +73,15 @@ class Server(ABC):
         self.home = home
         self.port = free_port()
         self._prepare()
-        with (home / "output.txt").open("ab") as output:
-            self._first_life = subprocess.Popen(
-                [*in_own_namespace(self.user), *self._command()],
-                cwd=home,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        self.pid = self._first_life.pid
-        """Its first process, as it was started."""
-        try:
-            wait_until(self._is_ready, f"{self.user} answers", seconds=READY_S_MAX)
-        except BaseException:
-            self.end()
-            raise
+        self.begin(home, [*in_own_namespace(self.user), *self._command()])
 
     @abstractmethod
     def _command(self) -> list[str]:
         """Return the program and its arguments."""
 
     @abstractmethod
-    def _answers(self) -> bool:
-        """Tell whether it takes connections."""
-
-    @abstractmethod
     def _prepare(self) -> None:
         """Do what has to be done in its folder before it is started."""
-
-    def _is_ready(self) -> bool:
-        if self._first_life.poll() is not None:
-            output = (self.home / "output.txt").read_text(encoding="utf-8", errors="replace")
-            raise RuntimeError(f"it ended with status {self._first_life.returncode}:\n{output}")
-        return self._answers()
-
-    def processes(self) -> list[int]:
-        """Return the ids of its living processes as seen from here."""
-        return processes_in(self.home)
-
-    def end(self) -> None:
-        """Kill all of it. May be called at any time and again."""
-        end_processes_in(self.home)
-        with contextlib.suppress(ProcessLookupError):
-            self._first_life.kill()
-        self._first_life.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.end()
 
 
 # -- Redis ----------------------------------------------------------------------------------------
@@ -152,7 +107,8 @@ class RedisServer(Server):
         words = [word for name, value in settings.items() for word in (f"--{name}", value)]
         return [self.PROGRAM, *words]
 
-    def _answers(self) -> bool:
+    @override
+    def answers(self) -> bool:
         try:
             with RedisClient(self.port) as client:
                 return client.ask("PING") == b"PONG"
@@ -279,7 +235,8 @@ class PostgresServer(Server):
         words = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         return [str(postgres_program("postgres")), "-D", str(self.home / "data"), *words]
 
-    def _answers(self) -> bool:
+    @override
+    def answers(self) -> bool:
         try:
             with PostgresClient(self.port) as client:
                 return client.ask("SELECT 1") == ["1"]

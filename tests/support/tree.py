@@ -3,27 +3,25 @@
 See `programs/tree_of_four.py` for what it holds and answers.
 """
 
-import contextlib
 import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import override
 
 from snapstore.units import MIB
-from tests.support.processes import end_processes_in, processes_in, wait_until
+from tests.support.lives import Living
 from tests.support.programs.tree_parts import WRONG
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "tests.support.programs.tree_of_four"
 CONTROL = "control"
 MEMBERS = 4
-READY_S_MAX = 120
 ANSWER_S_MAX = 120
 
 Answer = dict[str, Any]
@@ -45,7 +43,7 @@ class TreeSizes:
     threads: int = 3
 
 
-class ProcessTree:
+class ProcessTree(Living):
     """Four processes made to be dumped. Leaving the context ends them, in whatever life."""
 
     def __init__(
@@ -63,7 +61,6 @@ class ProcessTree:
         execute it in place, such as `unshare --ipc`. With an abstract control socket several of
         its lives can be asked at once, each from within its own network.
         """
-        self.home = home
         sizes = sizes or TreeSizes()
         arguments = {
             "first-bytes": sizes.first_bytes,
@@ -73,32 +70,15 @@ class ProcessTree:
             "seed": seed,
         }
         self._abstract = f"tree-{secrets.token_hex(8)}" if abstract else None
-        with (home / "output.txt").open("ab") as output:
-            self._first_life = subprocess.Popen(  # noqa: S603 - no shell
-                [*command, sys.executable, "-m", PROGRAM]
-                + [f"--{name}={value}" for name, value in arguments.items()]
-                + ([f"--control=@{self._abstract}"] if abstract else []),
-                cwd=home,
-                env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        self.pid = self._first_life.pid
-        """Its first process, as it was started."""
-        try:
-            wait_until(self._answers_first, "the tree answers", seconds=READY_S_MAX)
-        except BaseException:
-            self.end()
-            raise
+        options = [f"--{name}={value}" for name, value in arguments.items()]
+        options += [f"--control=@{self._abstract}"] if abstract else []
+        self.begin(
+            home,
+            [*command, sys.executable, "-m", PROGRAM, *options],
+            {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        )
 
-    def _answers_first(self) -> bool:
-        if self._first_life.poll() is not None:
-            output = (self.home / "output.txt").read_text(encoding="utf-8", errors="replace")
-            raise RuntimeError(f"it ended with status {self._first_life.returncode}:\n{output}")
-        return self.answers()
-
+    @override
     def answers(self) -> bool:
         """Tell whether somebody listens, without waiting."""
         try:
@@ -153,26 +133,3 @@ class ProcessTree:
         """Return what its processes have ever seen in their memory that was not right."""
         path = self.home / WRONG
         return path.read_text(encoding="utf-8") if path.exists() else ""
-
-    def processes(self) -> list[int]:
-        """Return the ids of its living processes as seen from here."""
-        return processes_in(self.home)
-
-    def end(self) -> None:
-        """Kill all of it. May be called at any time and again."""
-        end_processes_in(self.home)
-        # If it never was in `home`, or is dead already and nobody has asked.
-        with contextlib.suppress(ProcessLookupError):
-            self._first_life.kill()
-        self._first_life.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.end()

@@ -1,12 +1,15 @@
-"""A process that reads a snapshot through a cache: `cache_reader HOW URL CACHE NAME [HOLD]`.
+"""Reads a snapshot through a cache: `cache_reader HOW URL CACHE NAME [HOLD] [--processes N]`.
 
 It says `ready`, waits for a line, reads all files and prints as JSON how many bytes it read from
 the store and a digest of what it got. HOW is `files`, which reads decoded files where there are
-some, or `pull`. With HOLD its third read of a pack stops for ever, after the file of that name was
-made.
+some, or `pull`. With N it loads everything once, and that many processes, forked from it, do so at
+once, each with a line of its own. With HOLD its third read of a pack stops for ever, after the
+file of that name was made.
 """
 
+import argparse
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -72,23 +75,52 @@ def digest_of_tree(root: Path) -> str:
 
 
 def main() -> None:
-    how, url, cache, name, *hold = sys.argv[1:]
-    counter = Counter(hold[0] if hold else None)
+    parser = argparse.ArgumentParser()
+    for name in ("how", "url", "cache", "name"):
+        parser.add_argument(name)
+    parser.add_argument("hold", nargs="?")
+    parser.add_argument("--processes", type=int)
+    given = parser.parse_args()
+    counter = Counter(given.hold)
     for backend in (PosixBackend, S3Backend):
         counter.watch(backend)
     say("ready")
     sys.stdin.readline()
-    options = snapstore.StoreOptions(node_cache=Path(cache), threads=2)
+    if given.processes is None:
+        read(given, counter)
+    else:
+        read_in_processes(given, counter)
+
+
+def read(given: argparse.Namespace, counter: Counter) -> None:
+    options = snapstore.StoreOptions(node_cache=Path(given.cache), threads=2)
     with (
-        snapstore.open_store(url, options, readonly=True) as store,
+        snapstore.open_store(given.url, options, readonly=True) as store,
         tempfile.TemporaryDirectory() as folder,
     ):
-        if how == "pull":
-            store.pull(name, Path(folder) / "tree")
+        if given.how == "pull":
+            store.pull(given.name, Path(folder) / "tree")
             digest = digest_of_tree(Path(folder) / "tree")
         else:
-            digest = digest_of(store.snapshot(name))
+            digest = digest_of(store.snapshot(given.name))
     say(json.dumps({"fetched": counter.bytes, "digest": digest}))
+
+
+def read_in_processes(given: argparse.Namespace, counter: Counter) -> None:
+    """Fork all of them, and let them begin when the last one is there."""
+    waiting, gate = os.pipe()
+    children = []
+    for _ in range(given.processes):
+        child = os.fork()
+        if child == 0:
+            os.close(gate)
+            os.read(waiting, 1)
+            read(given, counter)
+            os._exit(0)
+        children.append(child)
+    os.close(gate)
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    sys.exit(any(ends))
 
 
 def say(line: str) -> None:

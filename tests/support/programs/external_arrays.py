@@ -13,13 +13,29 @@ import sys
 
 import numpy as np
 
-from snapagent.workload import HostMemory
+from snapagent.workload import DeviceMemory, HostMemory
 
 MIB = 1 << 20
 SMALL = (1, 63, 4097, 100_001, 1 << 20)
 
 
-class Workload:
+class Releasing:
+    """What has memory of a broker, which captures ask to let go of it."""
+
+    memory: HostMemory | DeviceMemory
+
+    def release(self) -> str:
+        self.memory.release()
+        return "released"
+
+    def resume(self) -> str:
+        self.memory.resume(60)
+        return "resumed"
+
+
+class Workload(Releasing):
+    memory: HostMemory
+
     def __init__(self, socket: str, mib: int) -> None:
         self.memory = HostMemory(socket, region_bytes=8 * MIB, reserve_bytes=4096 * MIB)
         rng = np.random.default_rng(5)
@@ -41,14 +57,6 @@ class Workload:
             block.free()
         self.block = kept[1]
         self.arrays += [block.numpy("uint8", block.size_bytes) for block in kept[1::2]]
-
-    def release(self) -> str:
-        self.memory.release()
-        return "released"
-
-    def resume(self) -> str:
-        self.memory.resume(60)
-        return "resumed"
 
     def digest(self) -> str:
         digest = hashlib.sha256()
@@ -84,7 +92,7 @@ class Workload:
         return str(self.arrays[0][0])
 
 
-def serve(workload: Workload) -> None:
+def serve(workload: Releasing) -> None:
     """Answer for ever, one request at a time."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("control")

@@ -14,7 +14,7 @@ import sys
 import numpy as np
 
 from snapagent.workload import DeviceMemory, libcuda
-from tests.support.programs.external_arrays import serve
+from tests.support.programs.external_arrays import Releasing, serve
 
 MIB = 1 << 20
 SMALL = (1, 511, 4097, 100_001, 1 << 20)
@@ -43,7 +43,9 @@ class ZeroingChild:
         return self.channel.recv(1) == b"y" and self.shared[:] == self.data
 
 
-class GpuWorkload:
+class GpuWorkload(Releasing):
+    memory: DeviceMemory
+
     def __init__(self, path: str, mib: int) -> None:
         # Before anything of CUDA is there.
         self.child = ZeroingChild()
@@ -88,14 +90,6 @@ class GpuWorkload:
         self.cuda.call("cuStreamSynchronize", None)
         return into.raw
 
-    def release(self) -> str:
-        self.memory.release()
-        return "released"
-
-    def resume(self) -> str:
-        self.memory.resume(60)
-        return "resumed"
-
     def digest(self) -> str:
         digest = hashlib.sha256()
         for block in self.blocks:
@@ -118,4 +112,4 @@ class GpuWorkload:
 
 
 if __name__ == "__main__":
-    serve(GpuWorkload(sys.argv[1], int(sys.argv[2])))  # type: ignore[arg-type]
+    serve(GpuWorkload(sys.argv[1], int(sys.argv[2])))

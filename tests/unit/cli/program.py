@@ -1,48 +1,47 @@
-"""Runs the real program as users do: another process, its two outputs, its exit code."""
+"""Runs the real program: another process, its two outputs, its exit code."""
 
-import dataclasses
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from snapstore.clock import SystemClock
+from tests.support.forked_program import ENVIRONMENT, Ended, command_line, run_forked
 
-__all__ = ["Ended", "objects", "one_object", "run", "start", "wait_until"]
+__all__ = [
+    "ENVIRONMENT",
+    "Ended",
+    "command_line",
+    "objects",
+    "one_object",
+    "run",
+    "run_from_nothing",
+    "start",
+    "wait_until",
+]
 
-SCRIPT = Path(sys.executable).parent / "snapstore"
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "HOME": "/nonexistent"}
 PATIENCE_S = 60.0
 _POLL_S = 0.002
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """What a run of the program left."""
-
-    code: int
-    out: str
-    err: str
-
-
-def command_line(arguments: Sequence[str | Path], flags: Sequence[str] = ()) -> list[str]:
-    """The installed script under this interpreter, so that its flags can be tested too."""
-    return [sys.executable, *flags, str(SCRIPT), *map(str, arguments)]
 
 
 def run(
     *arguments: str | Path,
     store: Path | str | None = None,
     environment: Mapping[str, str] | None = None,
-    flags: Sequence[str] = (),
 ) -> Ended:
     """Run the program to its end; a Python traceback is never right."""
     options = [] if store is None else ["--store", str(store)]
+    ended = run_forked([*arguments, *options], {**ENVIRONMENT, **(environment or {})})
+    assert "Traceback" not in ended.err, ended.err
+    return ended
+
+
+def run_from_nothing(*arguments: str | Path, flags: Sequence[str] = ()) -> Ended:
+    """Run the program as users do, under an interpreter with these flags."""
     done = subprocess.run(  # noqa: S603 - our own program
-        command_line([*arguments, *options], flags),
-        env={**ENVIRONMENT, **(environment or {})},
+        command_line(arguments, flags),
+        env=ENVIRONMENT,
         capture_output=True,
         encoding="utf-8",
         timeout=PATIENCE_S,

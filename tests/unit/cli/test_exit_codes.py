@@ -8,7 +8,7 @@ import pytest
 import snapstore
 from tests.support.trees import same_trees
 from tests.unit.cli.conftest import Shop
-from tests.unit.cli.program import one_object, run
+from tests.unit.cli.program import one_object, run, run_from_nothing
 
 pytestmark = pytest.mark.slow
 
@@ -149,7 +149,7 @@ def test_damaged_data_are_4(tmp_path: Path) -> None:
 def test_python_without_assertions_is_refused(tmp_path: Path) -> None:
     """Our assertions guard the data of our users: without them nothing may run."""
     for arguments in (["init", "--store", str(tmp_path / "store")], ["--version"]):
-        ended = run(*arguments, flags=["-O"])
+        ended = run_from_nothing(*arguments, flags=["-O"])
         assert ended.code == 1
         assert "refusing to run under python -O" in ended.err
         assert ended.out == ""

@@ -19,8 +19,7 @@ from tests.support.schemas import check_store
 from tests.support.trees import same_trees
 from tests.unit.cli.program import ENVIRONMENT, command_line, one_object, run, start, wait_until
 
-# One worker: the tree is made once.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("interrupt")]
+pytestmark = pytest.mark.slow
 
 WINDOW_BYTES = 8 * MIB
 WEIGHTS_BYTES = 128 * MIB

@@ -1,19 +1,29 @@
 """What people see: results on stdout, everything else on stderr, nothing that steers a terminal."""
 
 import contextlib
+import importlib.metadata
 import os
 import pty
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import snapstore
+from tests.support.forked_program import ROOT
 from tests.support.trees import same_trees
 from tests.unit.cli.conftest import Shop
-from tests.unit.cli.program import ENVIRONMENT, PATIENCE_S, command_line, one_object, run
+from tests.unit.cli.program import (
+    ENVIRONMENT,
+    PATIENCE_S,
+    command_line,
+    one_object,
+    run,
+    run_from_nothing,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +38,20 @@ def test_help_names_all_commands_and_exit_codes() -> None:
 
 def test_version() -> None:
     ended = run("--version")
+    assert (ended.code, ended.out, ended.err) == (0, f"{snapstore.VERSION}\n", "")
+
+
+def test_the_installed_scripts_are_these_programs() -> None:
+    """All other tests run the modules of this checkout, whatever is installed."""
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    scripts = described["project"]["scripts"]
+    assert sorted(scripts) == ["snapagent", "snapstore"]
+    for name, place in scripts.items():
+        (installed,) = importlib.metadata.entry_points(group="console_scripts", name=name)
+        assert installed.value == place
+        assert callable(installed.load())
+        assert place.partition(":")[0] == f"{name}.__main__"
+    ended = run_from_nothing("--version")
     assert (ended.code, ended.out, ended.err) == (0, f"{snapstore.VERSION}\n", "")
 
 

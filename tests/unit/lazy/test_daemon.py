@@ -42,6 +42,15 @@ def filled(daemon: LazyPages, stage: Stage) -> None:
     assert not stage.errors
 
 
+def held_up(stage: Stage, *, pages: int = PAGES) -> tuple[LazyPages, Peer, Gate]:
+    """Start, and return when all threads of the background wait for the store."""
+    image = random_image(PAGES)
+    image.before_read = gate = Gate()
+    daemon, peer = stage.start(image, whole_map(PAGES), pages)
+    gate.wait()
+    return daemon, peer, gate
+
+
 def test_fills_all_memory(stage: Stage) -> None:
     daemon, peer = stage.start(random_image(1000), [(3, 500, 6, 0), (600, 500, 6, 500)], 1200)
     assert daemon.wait_restored(WAIT_S)
@@ -78,10 +87,7 @@ def test_serves_faults_alone(stage: Stage) -> None:
 
 def test_who_waits_comes_first(stage: Stage) -> None:
     """A fault is served while all threads of the background wait for the store."""
-    image = random_image(PAGES)
-    image.before_read = gate = Gate()
-    daemon, peer = stage.start(image, whole_map(PAGES), PAGES)
-    gate.wait()
+    daemon, peer, gate = held_up(stage)
     peer.check(10, 1)
     peer.check(500, 1)
     gate.open()
@@ -144,10 +150,7 @@ def test_ranges_that_leave_something_out_do_not_matter(stage: Stage) -> None:
 
 def test_what_is_discarded_stays_so(stage: Stage) -> None:
     """Data that were read before memory was discarded, but not copied yet, are not copied."""
-    image = random_image(PAGES)
-    image.before_read = gate = Gate()
-    daemon, peer = stage.start(image, whole_map(PAGES), PAGES)
-    gate.wait()
+    daemon, peer, gate = held_up(stage)
     peer.ask("discard", 3, 70)
     peer.pages[3:73] = [ZERO] * 70
     peer.ask("write", 20, "mine")
@@ -159,10 +162,7 @@ def test_what_is_discarded_stays_so(stage: Stage) -> None:
 
 
 def test_moved_memory_is_filled_where_it_is(stage: Stage) -> None:
-    image = random_image(PAGES)
-    image.before_read = gate = Gate()
-    daemon, peer = stage.start(image, whole_map(PAGES), 2 * PAGES)
-    gate.wait()
+    daemon, peer, gate = held_up(stage, pages=2 * PAGES)
     peer.ask("move", 10, 300, PAGES + 5)
     peer.pages[PAGES + 5 : PAGES + 305] = peer.pages[10:310]
     peer.ask("move", PAGES + 100, 20, 400)  # which replaces what is missing there
@@ -196,10 +196,7 @@ def test_moves_lose_nothing_that_comes_page_by_page(stage: Stage) -> None:
 
 def test_divided_mappings_are_filled(stage: Stage) -> None:
     """No copy may cross mappings, and a task may divide them without telling anybody."""
-    image = random_image(PAGES)
-    image.before_read = gate = Gate()
-    daemon, peer = stage.start(image, whole_map(PAGES), PAGES)
-    gate.wait()
+    daemon, peer, gate = held_up(stage)
     for page in (1, 30, 31, 100, 550):
         peer.ask("protect", page, 7)
     gate.open()
@@ -209,10 +206,7 @@ def test_divided_mappings_are_filled(stage: Stage) -> None:
 
 
 def test_unmapped_memory_is_not_missed(stage: Stage) -> None:
-    image = random_image(PAGES)
-    image.before_read = gate = Gate()
-    daemon, peer = stage.start(image, whole_map(PAGES), PAGES)
-    gate.wait()
+    daemon, peer, gate = held_up(stage)
     peer.ask("unmap", 0, 10)
     peer.ask("unmap", 300, 100)
     gate.open()
@@ -223,10 +217,7 @@ def test_unmapped_memory_is_not_missed(stage: Stage) -> None:
 
 def test_children_have_what_their_parents_miss(stage: Stage) -> None:
     """Children and theirs, forked while parts are read, each with changes of its own."""
-    image = random_image(PAGES)
-    image.before_read = gate = Gate()
-    daemon, peer = stage.start(image, whole_map(PAGES), PAGES)
-    gate.wait()
+    daemon, peer, gate = held_up(stage)
     peer.check(40, 2)
     child = peer.fork()
     peer.ask("discard", 50, 10)
@@ -247,10 +238,7 @@ def test_children_have_what_their_parents_miss(stage: Stage) -> None:
 
 def test_children_need_not_have_all_that_their_parents_have(stage: Stage) -> None:
     """Nothing tells that a child lacks a mapping: what belongs there is left out, and no more."""
-    image = random_image(PAGES)
-    image.before_read = gate = Gate()
-    daemon, peer = stage.start(image, whole_map(PAGES), PAGES)
-    gate.wait()
+    daemon, peer, gate = held_up(stage)
     peer.ask("keep_from_children", 33, 100)
     child = peer.fork()
     gate.open()
@@ -262,10 +250,7 @@ def test_children_need_not_have_all_that_their_parents_have(stage: Stage) -> Non
 
 
 def test_children_that_are_dead_are_forgotten(stage: Stage) -> None:
-    image = random_image(PAGES)
-    image.before_read = gate = Gate()
-    daemon, peer = stage.start(image, whole_map(PAGES), PAGES)
-    gate.wait()
+    daemon, peer, gate = held_up(stage)
     child = peer.fork()
     child.close()
     peer.ask("reap", -1)
@@ -466,6 +451,18 @@ def one_memory() -> TaskMemory:
     return TaskMemory(7, columns, [], "pages-1.img", random_image(4))
 
 
+def daemon_of(stage: Stage, memory: TaskMemory) -> LazyPages:
+    """Make one for a single task, which nobody has restored yet."""
+    return LazyPages(
+        stage.folder,
+        {7: memory},
+        threads=1,
+        buffer_bytes=PAGE,
+        hold=stage.hold,
+        on_error=stage.on_error,
+    )
+
+
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
@@ -478,14 +475,7 @@ def one_memory() -> TaskMemory:
     ],
 )
 def test_other_peers_are_refused(stage: Stage, sent: bytes, message: str) -> None:
-    daemon = LazyPages(
-        stage.folder,
-        {7: one_memory()},
-        threads=1,
-        buffer_bytes=PAGE,
-        hold=stage.hold,
-        on_error=stage.on_error,
-    )
+    daemon = daemon_of(stage, one_memory())
     with daemon:
         daemon.start()
         with socket.socket(socket.AF_UNIX) as peer:
@@ -499,14 +489,7 @@ def test_other_peers_are_refused(stage: Stage, sent: bytes, message: str) -> Non
 @pytest.mark.parametrize("is_started", [False, True])
 def test_it_can_be_closed_before_anybody_came(stage: Stage, *, is_started: bool) -> None:
     before = open_files()
-    daemon = LazyPages(
-        stage.folder,
-        {7: one_memory()},
-        threads=1,
-        buffer_bytes=PAGE,
-        hold=stage.hold,
-        on_error=stage.on_error,
-    )
+    daemon = daemon_of(stage, one_memory())
     if is_started:
         daemon.start()
     daemon.close()
@@ -518,14 +501,7 @@ def test_it_can_be_closed_before_anybody_came(stage: Stage, *, is_started: bool)
 
 def test_only_a_userfaultfd_is_taken(stage: Stage) -> None:
     before = open_files()
-    daemon = LazyPages(
-        stage.folder,
-        {7: one_memory()},
-        threads=1,
-        buffer_bytes=PAGE,
-        hold=stage.hold,
-        on_error=stage.on_error,
-    )
+    daemon = daemon_of(stage, one_memory())
     with daemon:
         daemon.start()
         with socket.socket(socket.AF_UNIX) as peer:
@@ -554,14 +530,7 @@ def test_pagemaps_that_cannot_be_are_refused(
 ) -> None:
     memory = TaskMemory(7, Columns.of([row]), [], "pages-1.img", random_image(4))
     with pytest.raises(AgentError, match=message):
-        LazyPages(
-            stage.folder,
-            {7: memory},
-            threads=1,
-            buffer_bytes=PAGE,
-            hold=stage.hold,
-            on_error=stage.on_error,
-        )
+        daemon_of(stage, memory)
 
 
 def open_files() -> int:
