@@ -21,7 +21,7 @@ from snapstore.units import MIB, PAGE_BYTES, align_up
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["copy_bytes", "page_aligned", "read_aligned", "write_direct"]
+__all__ = ["PlacedWriter", "copy_bytes", "page_aligned", "read_aligned", "write_direct"]
 
 _WRITE_BYTES_MIN = 1 * MIB
 """Less is not worth two system calls, and is likely to be read again soon."""
@@ -59,6 +59,55 @@ def write_direct(files: FileCalls, fd: int, views: Sequence[memoryview]) -> None
     files.set_direct(fd, direct=False)
     rest = [views[0][done:], *views[1:]]
     write_all(files, fd, [view for view in rest if view.nbytes])
+
+
+class PlacedWriter:
+    """Writes parts of one file at places of their own; long aligned ones go past the page cache.
+
+    The descriptor is used by nobody else meanwhile. One thread at a time.
+    """
+
+    def __init__(self, files: FileCalls, fd: int) -> None:
+        self.fd = fd
+        self._files = files
+        self._is_direct = False
+        self._may_be_direct = True
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data`.
+
+        Raises:
+            OSError: It could not be written; a beginning of it may have been.
+        """
+        aligned = _aligned_bytes(data) if offset % PAGE_BYTES == 0 else 0
+        done = 0
+        if aligned >= _WRITE_BYTES_MIN and self._set_direct(direct=True):
+            try:
+                done = self._write(offset, data[:aligned])
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Some file system or device wants more than pages.
+                self._may_be_direct = False
+        if done < data.nbytes:
+            self._set_direct(direct=False)
+            self._write(offset + done, data[done:])
+
+    def _write(self, offset: int, data: memoryview) -> int:
+        done = 0
+        while done < data.nbytes:
+            written = self._files.pwrite(self.fd, data[done:], offset + done)
+            if written == 0:
+                raise OSError(errno.EIO, "the file system took no bytes and gave no reason")
+            done += written
+        return done
+
+    def _set_direct(self, *, direct: bool) -> bool:
+        wanted = direct and self._may_be_direct
+        if wanted != self._is_direct:
+            self._is_direct = self._files.set_direct(self.fd, direct=wanted)
+            self._may_be_direct = self._may_be_direct and self._is_direct == wanted
+        return self._is_direct
 
 
 def read_aligned(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:

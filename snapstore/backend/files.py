@@ -105,6 +105,10 @@ class FileCalls(Protocol):
         """Write a prefix of the pieces at the descriptor's position."""
         ...
 
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write a prefix of `data` at an offset; the descriptor's position stays."""
+        ...
+
     def set_direct(self, fd: int, *, direct: bool) -> bool:
         """Let reads and writes bypass the page cache, or no longer; say whether they now do.
 
@@ -164,6 +168,10 @@ class OsFileCalls:
     def writev(self, fd: int, pieces: Sequence[memoryview]) -> int:
         """See `FileCalls.writev`."""
         return os.writev(fd, pieces)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """See `FileCalls.pwrite`."""
+        return os.pwrite(fd, data, offset)
 
     def set_direct(self, fd: int, *, direct: bool) -> bool:
         """See `FileCalls.set_direct`."""

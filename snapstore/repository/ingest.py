@@ -34,6 +34,7 @@ from snapstore.repository.catalog import MISSING, Catalog
 from snapstore.repository.frame_plan import FramePlan, plan_frames
 from snapstore.repository.hashed_chunks import Answer, join_zeros
 from snapstore.repository.layouts import ZERO_FRAME
+from snapstore.repository.loaded_pack import LoadedFrame
 from snapstore.repository.locality import Locality
 from snapstore.repository.rank_builder import Pieces, RankBuilder
 from snapstore.repository.windows import WINDOW_BYTES, ByteArray, StreamSource, Window
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 
     from snapstore.repository.buffers import BufferPool
     from snapstore.repository.frames import FrameTable, Numbers
-    from snapstore.repository.hashed_chunks import HashedChunks, HashedWindow, LoadFrame
+    from snapstore.repository.hashed_chunks import HashedChunks, HashedWindow
+    from snapstore.repository.loaded_pack import LoadedRun
     from snapstore.repository.packer import Packer
 
 __all__ = [
@@ -208,12 +210,21 @@ class Ingest:
         return self._compression is Compression.NONE and self._packer.can_fill
 
     def store_hashed(
-        self, stream: IngestStream, chunks: HashedChunks, load: LoadFrame
-    ) -> list[Future[None]]:
+        self, stream: IngestStream, chunks: HashedChunks, run: LoadedRun, base: int
+    ) -> list[Future[Any]]:
         """Store chunks that were hashed elsewhere, straight into packs.
 
-        What they lack is loaded by workers; what is returned is done when that is. No window of the
-        stream may be under way.
+        What the store lacks of them is loaded by other threads. No window of the stream may be
+        under way.
+
+        Args:
+            stream: Which they belong to.
+            chunks: What follows in it.
+            run: Of the call that stores them; `end_hashed` ends it.
+            base: Where in the file the first of them begins.
+
+        Returns:
+            Each done when something was loaded; of this and `end_hashed`, when all was.
         """
         answer = self.ask(chunks)
         data = ~chunks.zeros
@@ -224,15 +235,16 @@ class Ingest:
         frames, offsets = answer.frames.copy(), answer.offsets.copy()
         fresh = np.flatnonzero(answer.needed)
         plans = plan_frames(fresh, starts, stops, np.zeros(len(fresh), np.uint8))
-        loading = []
+        loading: list[Future[Any]] = []
         sizes = np.array([plan.length for plan in plans], np.uint32)
         for number, plan in enumerate(plans, self._frames.reserve_frames(sizes)):
             frames[plan.rows] = number
             offsets[plan.rows] = np.cumsum(lengths[plan.rows]) - lengths[plan.rows]
             rows = np.zeros(len(plan.rows), pack_format.CHUNK_DTYPE)
             rows["id"], rows["length"] = ids[plan.rows], lengths[plan.rows]
-            fill = functools.partial(load, plan.spans, rows)
-            loading.append(self._packer.append_filled(number, plan.length, rows, fill))
+            spans = [(base + begin, base + end) for begin, end in plan.spans]
+            frame = LoadedFrame(number, spans, plan.length, rows)
+            loading += self._packer.append_loaded(run, frame)
         self._catalog.add(
             words[fresh],
             frames[fresh],
@@ -250,6 +262,10 @@ class Ingest:
         stream.builder.add_pieces(stream.number, _pieces(cut, ~cut.zero, ids, frames, offsets))
         self._progress(int(chunks.lengths.sum()))
         return loading
+
+    def end_hashed(self, run: LoadedRun) -> list[Future[Any]]:
+        """Let all be loaded that `store_hashed` let wait; see there."""
+        return self._packer.end_loaded(run)
 
     def accept(self, job: IngestJob) -> None:
         """Take a window that was prepared; its buffer goes back to the pool when it is done."""

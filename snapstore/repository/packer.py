@@ -7,17 +7,20 @@ at most the packs that were not stored yet (I3 of `format_spec/SEMANTICS.md`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import secrets
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.drafts import begin_draft, has_drafts
 from snapstore.compression import Codec
 from snapstore.errors import ObjectExists
 from snapstore.format import index as index_format
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
     from snapstore.compression import EncodedFrame
     from snapstore.format.tables import Rows
+    from snapstore.repository.loaded_pack import LoadedFrame, LoadedPack, LoadedRun
     from snapstore.units import BytesLike
 
 __all__ = ["Packer", "PackerTotals"]
@@ -73,6 +77,19 @@ class _OpenPack:
     """Those that were known only then, by row of the frame."""
     placed_later: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """The rows of these frames, and their numbers in the frame table."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Footer:
+    """What a pack's footer says, and where it begins."""
+
+    frames: Rows
+    chunks: Rows
+    offset: int
+
+    def encode(self, *, salt: bytes | None = None) -> bytes:
+        """Encode it, with its trailer."""
+        return pack_format.encode_footer(self.frames, self.chunks, offset=self.offset, salt=salt)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +137,7 @@ class Packer:
         deleting: Callable[[str], bool],
         damaged_indexes: Collection[str] = (),
         copiers: ThreadPoolExecutor | None = None,
+        fillers: int = 1,
     ) -> None:
         """Prepare to write.
 
@@ -131,6 +149,7 @@ class Packer:
             deleting: Whether a pack of this name is being removed, so that it must not be used.
             damaged_indexes: Names of indexes that cannot be read.
             copiers: Copy long frames; they outlive this.
+            fillers: Packs that are loaded and stored at once, where they are not held in memory.
         """
         self._copiers = copiers
         self._backend = backend
@@ -145,6 +164,7 @@ class Packer:
         self._executor = ThreadPoolExecutor(
             max(in_flight - 1, 1), thread_name_prefix="snapstore-pack"
         )
+        self._fillers = ThreadPoolExecutor(fillers, thread_name_prefix="snapstore-fill")
         self._open: _OpenPack | None = None
         self._sealing: list[Future[_SealedPack]] = []
         self._parts: dict[Digest, _IndexPart] = {}
@@ -239,11 +259,62 @@ class Packer:
 
         filling = self._copiers.submit(work)
         pack.copying.append(filling)
+        self._count_raw(length, len(chunks))
+        return filling
+
+    def append_loaded(self, run: LoadedRun, frame: LoadedFrame) -> list[Future[Any]]:
+        """Put a raw frame that has to be loaded into a pack of such, or into the current one.
+
+        Args:
+            run: What it belongs to; it may wait there for others.
+            frame: It.
+
+        Returns:
+            Of frames that are on their way now: done when all of them were loaded. What goes wrong
+            is raised by a later call as well.
+        """
+        if not has_drafts(self._backend):
+            run.add(frame)
+            return self._append_waiting(run)
+        begun = []
+        if not run.has_room(frame, self._pack_bytes):
+            begun.append(self._fill_pack(run))
+        run.add(frame)
+        return begun
+
+    def end_loaded(self, run: LoadedRun) -> list[Future[Any]]:
+        """Let no frame wait any longer; see `append_loaded`."""
+        if run.used >= self._pack_bytes // 2:
+            return [self._fill_pack(run)]
+        return self._append_waiting(run)
+
+    def _append_waiting(self, run: LoadedRun) -> list[Future[Any]]:
+        """Put frames into the current pack, which others go on with."""
+        return [
+            self.append_filled(
+                frame.number,
+                frame.length,
+                frame.chunks,
+                functools.partial(run.loads.fill, frame.spans, frame.chunks),
+            )
+            for frame in run.take()
+        ]
+
+    def _fill_pack(self, run: LoadedRun) -> Future[Any]:
+        """Make a pack of what waits; a thread of its own loads, hashes and stores it."""
+        self._reap(wait=False)
+        pack = run.take_pack(self._frames.reserve_pack())
+        for frame in pack.frames:
+            self._count_raw(frame.length, len(frame.chunks))
+        storing = self._fillers.submit(self._load_and_store, pack)
+        self._sealing.append(storing)
+        return storing
+
+    def _count_raw(self, length: int, chunks: int) -> None:
         codec = Codec.RAW.name.lower()
         self.totals.coded_bytes[codec] = self.totals.coded_bytes.get(codec, 0) + length
         self.totals.frames += 1
-        self.totals.chunks += len(chunks)
-        return filling
+        self.totals.chunks += chunks
 
     def finish(self) -> None:
         """Store what is open, wait for all, and merge the indexes written here into one."""
@@ -252,12 +323,14 @@ class Packer:
         if len(self._parts) > 1 and self._merge_rows <= _MERGE_CHUNKS_MAX:
             self._write_merged()
         self._executor.shutdown()
+        self._fillers.shutdown()
 
     def abort(self) -> None:
         """Drop what is open; what was handed over for storing ends as it may. Idempotent."""
         self._open = None
         self._pool.close()
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._fillers.shutdown(wait=True, cancel_futures=True)
 
     def _room_for(self, length: int, chunk_count: int) -> _OpenPack:
         pack = self._open
@@ -295,26 +368,58 @@ class Packer:
             for row, checksum in pack.checksums.items():
                 pack.frames.rows["checksum"][row] = checksum
             body = pack.buffer[: pack.used]
-            footer = pack_format.encode_footer(pack.frames.rows, pack.chunks.rows, offset=pack.used)
-            pack_id = _hash_pack(body, footer)
-            is_usable = not self._deleting(pack_id.hex)
-            if not (is_usable and self._put(ObjectKind.PACK, pack_id, [body.data, footer])):
-                footer = pack_format.encode_footer(
-                    pack.frames.rows,
-                    pack.chunks.rows,
-                    offset=pack.used,
-                    salt=secrets.token_bytes(limits.PACK_SALT_BYTES),
-                )
-                pack_id = _hash_pack(body, footer)
-                self._backend.put_new(ObjectKind.PACK, pack_id.hex, [body.data, footer])
+            pack_id, length = self._name_and_put(
+                _Footer(pack.frames.rows, pack.chunks.rows, pack.used),
+                functools.partial(_hash_pack, body),
+                lambda name, footer: self._backend.put_new(
+                    ObjectKind.PACK, name.hex, [body.data, footer]
+                ),
+            )
         finally:
             self._pool.release(pack.buffer)
-        length = pack.used + len(footer)
-        part = _index_part(pack, pack_id, length)
+        part = _index_part(pack.frames.rows, pack.chunks.rows, pack_id, length)
         index, index_bytes = self._put_index(part)
         return _SealedPack(
             pack.number, pack_id, length, part, index, index_bytes, pack.placed_later
         )
+
+    def _load_and_store(self, pack: LoadedPack) -> _SealedPack:
+        """Load and store a pack that is not held in memory, then its index; on its own thread."""
+        draft = begin_draft(self._backend)
+
+        def put(name: PackId, footer: bytes) -> None:
+            draft.write(pack.used, memoryview(footer))
+            draft.publish(ObjectKind.PACK, name.hex)
+
+        try:
+            pack.load(draft)
+            footer = _Footer(pack.frame_rows, pack.chunk_rows, pack.used)
+            pack_id, length = self._name_and_put(footer, pack.name_with, put)
+        finally:
+            draft.discard()
+        part = _index_part(pack.frame_rows, pack.chunk_rows, pack_id, length)
+        index, index_bytes = self._put_index(part)
+        placed_later = [(row, frame.number) for row, frame in enumerate(pack.frames)]
+        return _SealedPack(pack.number, pack_id, length, part, index, index_bytes, placed_later)
+
+    def _name_and_put(
+        self,
+        footer: _Footer,
+        name_with: Callable[[bytes], PackId],
+        put: Callable[[PackId, bytes], None],
+    ) -> tuple[PackId, int]:
+        """Store a pack under its name, or with salt under another; returns it and the length."""
+        encoded = footer.encode()
+        pack_id = name_with(encoded)
+        if not self._deleting(pack_id.hex):
+            # A name that is taken by other bytes, which only damage can do, is as bad.
+            with contextlib.suppress(ObjectExists):
+                put(pack_id, encoded)
+                return pack_id, footer.offset + len(encoded)
+        encoded = footer.encode(salt=secrets.token_bytes(limits.PACK_SALT_BYTES))
+        pack_id = name_with(encoded)
+        put(pack_id, encoded)
+        return pack_id, footer.offset + len(encoded)
 
     def _keep_part(self, sealed: _SealedPack) -> None:
         """Keep the rows of an index to be merged with others, unless there are too many."""
@@ -365,23 +470,24 @@ class Packer:
         while self._sealing and (wait or self._sealing[0].done()):
             sealed = self._sealing.pop(0).result()
             self._frames.seal_pack(sealed.number, sealed.id, sealed.length)
-            for row, number in sealed.placed_later:
-                placed = sealed.part.frames[row : row + 1].copy()
+            if sealed.placed_later:
+                rows, numbers = np.array(sealed.placed_later).T
+                placed = sealed.part.frames[rows]
                 placed["pack"] = sealed.number
-                self._frames.place_frame(number, placed)
+                self._frames.place_frames(numbers, placed)
             self._keep_part(sealed)
             self.totals.packs += 1
             self.totals.pack_bytes += sealed.length
             self.totals.index_bytes += sealed.index_bytes
 
 
-def _index_part(pack: _OpenPack, pack_id: PackId, length: int) -> _IndexPart:
+def _index_part(frame_rows: Rows, chunk_rows: Rows, pack_id: PackId, length: int) -> _IndexPart:
     packs = np.zeros(1, index_format.PACK_DTYPE)
     packs[0] = (pack_id.raw, length)
-    frames = np.zeros(len(pack.frames), index_format.FRAME_DTYPE)
+    frames = np.zeros(len(frame_rows), index_format.FRAME_DTYPE)
     for name in _SHARED_COLUMNS:
-        frames[name] = pack.frames.rows[name]
-    return _IndexPart(packs, frames, _index_chunks(pack.frames.rows, pack.chunks.rows))
+        frames[name] = frame_rows[name]
+    return _IndexPart(packs, frames, _index_chunks(frame_rows, chunk_rows))
 
 
 def _copy_frame(frame: EncodedFrame, room: npt.NDArray[np.uint8]) -> None:

@@ -184,6 +184,7 @@ class WriteSession:
                 deleting=deleting.__contains__,
                 damaged_indexes=loaded.damaged,
                 copiers=executor if plan.threads > 2 else None,
+                fillers=plan.threads,
             )
             stack.callback(self._packer.abort)
             self.buffers = BufferPool(count=plan.window_buffers, size_bytes=INGEST_BUFFER_BYTES)

@@ -202,6 +202,10 @@ class KillableFiles:
         """See `FileCalls.writev`."""
         return self._run(self._of("writev", fd), lambda: self._inner.writev(fd, pieces))
 
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """See `FileCalls.pwrite`."""
+        return self._run(self._of("pwrite", fd), lambda: self._inner.pwrite(fd, data, offset))
+
     def set_direct(self, fd: int, *, direct: bool) -> bool:
         """See `FileCalls.set_direct`; no boundary, since nothing outside the process changes."""
         return self._inner.set_direct(fd, direct=direct)

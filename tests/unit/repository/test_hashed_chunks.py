@@ -2,13 +2,23 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from blake3 import blake3
+from typing_extensions import override
 
 import snapstore
-from snapstore import Compression, HashedChunks, HashedTotals, PushResult, Store, StoreOptions
+from snapstore import (
+    ChunkSource,
+    Compression,
+    HashedChunks,
+    HashedTotals,
+    PushResult,
+    Store,
+    StoreOptions,
+)
 from snapstore.errors import DigestMismatch, RefNotFound, UsageError
 from snapstore.units import KIB, MIB
 from tests.support.samples import bf16, random_bytes
@@ -19,13 +29,14 @@ CHUNK = 256 * KIB
 _memory = memory_stores()
 
 
-@pytest.fixture(params=["by windows", "straight into packs"])
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    """A store of either way: with codecs, or with none and threads enough."""
+@pytest.fixture(params=["by windows", "straight into packs", "straight into files"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """A store of each way: with codecs; with none and threads enough; and that in a directory."""
     options = StoreOptions(threads=2)
     if request.param != "by windows":
         options = StoreOptions(threads=4, compression=Compression.NONE)
-    with snapstore.init_store(next(_memory), options) as opened:
+    url = str(tmp_path / "store") if request.param == "straight into files" else next(_memory)
+    with snapstore.init_store(url, options) as opened:
         yield opened
 
 
@@ -47,7 +58,7 @@ def hashed(data: np.ndarray) -> HashedChunks:
     )
 
 
-class Loader:
+class Loader(ChunkSource):
     """Gives bytes, and knows how many it gave."""
 
     def __init__(self, data: np.ndarray) -> None:
@@ -55,7 +66,8 @@ class Loader:
         self.loaded: list[tuple[int, int]] = []
         self._lock = threading.Lock()
 
-    def __call__(self, offset: int, length: int, into: memoryview) -> None:
+    @override
+    def load(self, offset: int, length: int, into: memoryview) -> None:
         assert into.nbytes == length
         into[:] = self.data[offset : offset + length].data
         with self._lock:
@@ -76,12 +88,10 @@ def capture(store: Store, name: str, data: np.ndarray) -> tuple[PushResult, Hash
     return result, totals, loader
 
 
-def capture_with(
-    store: Store, chunks: HashedChunks, load: Callable[[int, int, memoryview], None]
-) -> None:
+def capture_with(store: Store, chunks: HashedChunks, source: ChunkSource) -> None:
     with store.begin("a") as writer:
         with writer.open_file(0, "x.mem", data_class="device") as file:
-            file.write_hashed(chunks, load)
+            file.write_hashed(chunks, source)
         writer.commit()
 
 
@@ -172,19 +182,19 @@ def test_memory_that_changed_is_not_stored(store: Store) -> None:
 
 @pytest.mark.slow
 def test_what_loading_raises_ends_the_capture(store: Store) -> None:
-    running = threading.Semaphore(0)
-
-    def load(offset: int, _length: int, _into: memoryview) -> None:
-        running.release()
-        raise KeyError(offset)
-
     with pytest.raises(KeyError):
-        capture_with(store, hashed(content()), load)
-    assert running.acquire(blocking=False)
+        capture_with(store, hashed(content()), NoSource(KeyError("in the source")))
 
 
-def no_load(*_: object) -> None:
-    raise AssertionError("nothing is to be loaded")
+class NoSource(ChunkSource):
+    """Has no bytes."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error or AssertionError("nothing is to be loaded")
+
+    @override
+    def load(self, offset: int, length: int, into: memoryview) -> None:
+        raise self.error
 
 
 @pytest.mark.parametrize(
@@ -200,7 +210,7 @@ def no_load(*_: object) -> None:
 def test_what_cannot_be_chunks(store: Store, spoil: Callable[[HashedChunks], HashedChunks]) -> None:
     chunks = spoil(hashed(np.ones(MIB, np.uint8)))
     with store.begin("a") as writer, pytest.raises(UsageError):
-        writer.open_file(0, "x").write_hashed(chunks, no_load)
+        writer.open_file(0, "x").write_hashed(chunks, NoSource())
 
 
 def test_a_file_is_bytes_or_chunks(store: Store) -> None:
@@ -209,9 +219,9 @@ def test_a_file_is_bytes_or_chunks(store: Store) -> None:
         file = writer.open_file(0, "x")
         file.write(b"1")
         with pytest.raises(UsageError, match="other bytes"):
-            file.write_hashed(zeros, no_load)
+            file.write_hashed(zeros, NoSource())
         other = writer.open_file(0, "y")
-        other.write_hashed(zeros, no_load)
+        other.write_hashed(zeros, NoSource())
         with pytest.raises(UsageError, match="as chunks"):
             other.write(b"1")
 
