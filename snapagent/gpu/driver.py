@@ -430,13 +430,27 @@ class Gpu:
 
     # -- copies and kernels: begun when these return, done when the stream is ---------------------
 
-    def copy_in(self, to: int, host: int, length: int, stream: int) -> None:
-        """Copy from host memory, which stays as it is until the stream is done with it."""
-        self.call("cuMemcpyHtoDAsync_v2", to, host, length, stream)
+    def copy_in(
+        self, to: int, host: int, length: int, stream: int, *, is_locked: bool = False
+    ) -> None:
+        """Copy from host memory, which stays as it is until the stream is done with it.
 
-    def copy_out(self, host: int, device: int, length: int, stream: int) -> None:
-        """Copy to host memory."""
-        self.call("cuMemcpyDtoHAsync_v2", host, device, length, stream)
+        With `is_locked` it is page-locked, and this does not wait.
+        """
+        self._copy("cuMemcpyHtoDAsync_v2", (to, host, length, stream), is_locked=is_locked)
+
+    def copy_out(
+        self, host: int, device: int, length: int, stream: int, *, is_locked: bool = False
+    ) -> None:
+        """Copy to host memory; see `copy_in`."""
+        self._copy("cuMemcpyDtoHAsync_v2", (host, device, length, stream), is_locked=is_locked)
+
+    def _copy(self, function: str, arguments: tuple[int, ...], *, is_locked: bool) -> None:
+        if is_locked:
+            self._call_quickly("cuCtxSetCurrent", self._context)
+            self._call_quickly(function, *arguments)
+        else:
+            self.call(function, *arguments)
 
     def copy_within(self, to: int, device: int, length: int, stream: int) -> None:
         """Copy from device memory to device memory."""

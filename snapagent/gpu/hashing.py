@@ -59,6 +59,8 @@ class PieceHasher:
         """
         self._gpu = gpu
         self._lock = threading.Lock()
+        self._uploaded: HashPlan | None = None
+        """Whose tables the device has."""
         with contextlib.ExitStack() as stack:
             module = gpu.module_load(code)
             stack.callback(gpu.module_unload, module)
@@ -118,12 +120,15 @@ class PieceHasher:
         Raises:
             GpuFailed: The driver failed.
         """
+        gpu = self._gpu
         found = np.empty((1, VALUE_BYTES), np.uint8)
         with self._lock:
             end = room
             for piece in pieces:
-                copy = self._gpu.copy_in if piece.is_on_host else self._gpu.copy_within
-                copy(end, piece.address, piece.length, self._stream)
+                if piece.is_on_host:
+                    gpu.copy_in(end, piece.address, piece.length, self._stream, is_locked=True)
+                else:
+                    gpu.copy_within(end, piece.address, piece.length, self._stream)
                 end += piece.length
             self._begin(_plan_of_one(room, end - room))
             self._finish(found)
@@ -131,8 +136,10 @@ class PieceHasher:
 
     def _begin(self, plan: HashPlan) -> None:
         gpu, stream = self._gpu, self._stream
-        self._staged[: len(plan.tables)] = plan.tables
-        gpu.copy_in(self._tables, self._staging, len(plan.tables), stream)
+        if plan is not self._uploaded:
+            self._staged[: len(plan.tables)] = plan.tables
+            gpu.copy_in(self._tables, self._staging, len(plan.tables), stream, is_locked=True)
+            self._uploaded = plan
         pieces = U32(plan.pieces)
         for number, level in enumerate(plan.levels):
             first, values = U64(self._tables + level.first), U64(self._work[number % 2])
@@ -151,7 +158,7 @@ class PieceHasher:
             gpu.launch(function, (blocks, 1, 1), (_THREADS, 1, 1), arguments, stream)
         last = self._work[(len(plan.levels) - 1) % 2]
         # The tables have been read long before this is written over them.
-        gpu.copy_out(self._staging, last, plan.pieces * VALUE_BYTES, stream)
+        gpu.copy_out(self._staging, last, plan.pieces * VALUE_BYTES, stream, is_locked=True)
 
     def _finish(self, into: npt.NDArray[np.uint8]) -> None:
         self._gpu.stream_synchronize(self._stream)

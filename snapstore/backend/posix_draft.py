@@ -27,7 +27,7 @@ from snapstore.backend.posix_publish import (
 from snapstore.errors import BackendError, TransientBackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from snapstore.backend.posix_tree import Tree
 
@@ -57,8 +57,10 @@ class PosixDraft:
 
     def write(self, offset: int, data: memoryview) -> None:
         """See `Draft.write`."""
-        with self._translated("write an object that has no name yet"):
+        try:
             self._opened().write(offset, data)
+        except OSError as error:
+            raise _translated(error, "write an object that has no name yet") from error
         self._size_bytes = max(self._size_bytes, offset + data.nbytes)
         self._written = None
 
@@ -66,12 +68,14 @@ class PosixDraft:
         """See `Draft.publish`."""
         assert kind in CONTENT_NAMED, kind
         key = layout.key_of(kind, name)
-        with self._translated(f"write {object_text(kind, name)}"):
+        try:
             if self._written is None:
                 self._written = self._finish()
             publish(self._tree, kind, key, self._written)
             self._published(key)
             self._tree.settle(key)
+        except OSError as error:
+            raise _translated(error, f"write {object_text(kind, name)}") from error
 
     def discard(self) -> None:
         """See `Draft.discard`."""
@@ -112,11 +116,8 @@ class PosixDraft:
             raise
         return Temporary(self._key, found, [])
 
-    @contextlib.contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                raise TransientBackendError(f"{doing}: the store's directory went away") from error
-            raise translate_os_error(error, doing) from error
+
+def _translated(error: OSError, doing: str) -> BackendError:
+    if error.errno == errno.ENOENT:
+        return TransientBackendError(f"{doing}: the store's directory went away")
+    return translate_os_error(error, doing)

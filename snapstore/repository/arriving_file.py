@@ -58,9 +58,6 @@ __all__ = [
 HELD_BYTES_MIN = PART_BYTES_MIN + 4 * KIB
 """What a file that is open may always collect: more than a small file has."""
 
-_STORED_ROWS = 1024
-"""Chunks handed to the pipeline at a time: what others hand to it waits no longer than that."""
-
 _LOADING_MAX = 256
 """Packs or frames that wait to be loaded: enough to keep all threads busy, few enough to remember
 what each of them is."""
@@ -292,8 +289,8 @@ class FileWriter:
         run = LoadedRun(loads)
         loading: collections.deque[Future[Any]] = collections.deque()
         try:
-            for begin in range(0, len(chunks.lengths), _STORED_ROWS):
-                rows = slice(begin, begin + _STORED_ROWS)
+            for begin in range(0, len(chunks.lengths), ASKED_ROWS):
+                rows = slice(begin, begin + ASKED_ROWS)
                 some = HashedChunks(chunks.lengths[rows], chunks.ids[rows], chunks.zeros[rows])
                 loading += feed.store_hashed(stream, some, run, self._offset)
                 size = int(some.lengths.sum())

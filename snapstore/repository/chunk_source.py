@@ -75,7 +75,7 @@ class Loads:
 
         Args:
             source: Has the bytes.
-            check_all: Whether all chunks are hashed again, or the first of each frame.
+            check_all: Whether all chunks are hashed again, or some.
         """
         self.source = source
         self.check_all = check_all
@@ -96,7 +96,7 @@ class Loads:
             DigestMismatch: What was loaded is not what was hashed.
             Interrupted: Nobody wants it any more.
         """
-        frame = CheckedFrame(chunks, check_all=self.check_all)
+        frame = CheckedFrame(chunks if self.check_all else chunks[:1])
         done = 0
         for begin, end in spans:
             with into[done : done + end - begin] as part, self._one():
@@ -144,10 +144,12 @@ class Loads:
                 self._changed.notify_all()
 
     def _counted(self, lent: Iterator[memoryview]) -> Iterator[memoryview]:
+        done = 0
         for part in lent:
-            self._count(part.nbytes)
+            done += part.nbytes
             yield part
             self._require_open()
+        self._count(done)
 
     def _count(self, length: int) -> None:
         with self._changed:
@@ -161,18 +163,16 @@ class Loads:
 class CheckedFrame:
     """Looks at the bytes of a frame as they come: its checksum, and chunks of it."""
 
-    def __init__(self, chunks: Rows, *, check_all: bool) -> None:
+    def __init__(self, chunks: Rows) -> None:
         """Prepare.
 
         Args:
-            chunks: What it holds, rows of the pack's `CHUNK_DTYPE`.
-            check_all: Whether all of them are hashed, or the first.
+            chunks: Those at its beginning that are hashed, rows of the pack's `CHUNK_DTYPE`.
         """
         self._checksum = xxhash.xxh3_128()
-        rows = chunks if check_all else chunks[:1]
-        self._wanted = [(bytes(name), length) for name, length in rows.tolist()]
+        self._wanted = [(bytes(name), length) for name, length in chunks.tolist()]
         self._row = 0
-        self._left = self._wanted[0][1]
+        self._left = self._wanted[0][1] if self._wanted else 0
         self._hasher = blake3()
 
     def add(self, part: memoryview) -> None:

@@ -31,7 +31,7 @@ from snapstore.format import pack as pack_format
 from snapstore.format.tables import U64, Rows, id_words
 from snapstore.options import Compression
 from snapstore.repository.catalog import MISSING, Catalog
-from snapstore.repository.frame_plan import FramePlan, plan_frames
+from snapstore.repository.frame_plan import FramePlan, plan_frames, plan_raw_frames
 from snapstore.repository.hashed_chunks import Answer, join_zeros
 from snapstore.repository.layouts import ZERO_FRAME
 from snapstore.repository.loaded_pack import LoadedFrame
@@ -234,17 +234,12 @@ class Ingest:
         words = id_words(ids)
         frames, offsets = answer.frames.copy(), answer.offsets.copy()
         fresh = np.flatnonzero(answer.needed)
-        plans = plan_frames(fresh, starts, stops, np.zeros(len(fresh), np.uint8))
         loading: list[Future[Any]] = []
-        sizes = np.array([plan.length for plan in plans], np.uint32)
-        for number, plan in enumerate(plans, self._frames.reserve_frames(sizes)):
-            frames[plan.rows] = number
-            offsets[plan.rows] = np.cumsum(lengths[plan.rows]) - lengths[plan.rows]
-            rows = np.zeros(len(plan.rows), pack_format.CHUNK_DTYPE)
-            rows["id"], rows["length"] = ids[plan.rows], lengths[plan.rows]
-            spans = [(base + begin, base + end) for begin, end in plan.spans]
-            frame = LoadedFrame(number, spans, plan.length, rows)
-            loading += self._packer.append_loaded(run, frame)
+        if len(fresh):
+            planned, frames[fresh], offsets[fresh] = self._plan_loaded(
+                base + starts[fresh], base + stops[fresh], ids[fresh]
+            )
+            loading = self._packer.append_loaded(run, planned)
         self._catalog.add(
             words[fresh],
             frames[fresh],
@@ -262,6 +257,35 @@ class Ingest:
         stream.builder.add_pieces(stream.number, _pieces(cut, ~cut.zero, ids, frames, offsets))
         self._progress(int(chunks.lengths.sum()))
         return loading
+
+    def _plan_loaded(
+        self,
+        starts: Numbers,
+        ends: Numbers,
+        ids: Rows,
+    ) -> tuple[list[LoadedFrame], Numbers, Numbers]:
+        """Reserve frames for new chunks that lie at these places of a file.
+
+        Returns:
+            The frames, and of each chunk the number of its frame and where in it it is.
+        """
+        plan = plan_raw_frames(starts, ends)
+        counts = np.diff(plan.firsts, append=len(starts))
+        lengths = ends - starts
+        before = np.cumsum(lengths) - lengths
+        sizes = np.add.reduceat(lengths, plan.firsts)
+        first = self._frames.reserve_frames(sizes.astype(np.uint32))
+        rows = np.zeros(len(starts), pack_format.CHUNK_DTYPE)
+        rows["id"], rows["length"] = ids, lengths
+        begins, stops = plan.firsts.tolist(), (plan.firsts + counts).tolist()
+        frames = [
+            LoadedFrame(number, spans, size, rows[begin:stop])
+            for number, (spans, size, begin, stop) in enumerate(
+                zip(plan.spans, sizes.tolist(), begins, stops, strict=True), first
+            )
+        ]
+        numbers = np.repeat(np.arange(first, first + len(frames)), counts)
+        return frames, numbers, before - np.repeat(before[plan.firsts], counts)
 
     def end_hashed(self, run: LoadedRun) -> list[Future[Any]]:
         """Let all be loaded that `store_hashed` let wait; see there."""

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import secrets
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,10 @@ _MERGE_CHUNKS_MAX = 4 * MIB
 
 _COPIED_ELSEWHERE_BYTES_MIN = 2 * MIB
 """Copying less takes the thread that decides about windows no longer than handing it over."""
+
+_LISTED_TOGETHER = 16
+"""Packs that come as fast as they are loaded share an index: it would cost as much as they do, and
+a gibibyte is not much to lose with the writer."""
 
 _SHARED_COLUMNS = ("offset", "stored_length", "plain_length", "codec", "checksum")
 """Columns of a frame that a footer and an index both have."""
@@ -94,11 +99,20 @@ class _Footer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _IndexPart:
-    """The rows of one pack's index, kept to be merged with others."""
+    """The rows of an index, kept to be merged with others."""
 
     packs: Rows
     frames: Rows
     chunks: Rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _WrittenIndex:
+    """An index that was stored: its rows, name and length."""
+
+    part: _IndexPart
+    name: Digest
+    length: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,9 +123,8 @@ class _SealedPack:
         number: Its number in the frame table.
         id: Its name.
         length: Bytes.
-        part: The rows of its index.
-        index: The name of that.
-        index_bytes: Length of that.
+        part: What an index says of it.
+        index: One that was written with it, if it was.
         placed_later: See `_OpenPack`.
     """
 
@@ -119,8 +132,7 @@ class _SealedPack:
     id: PackId
     length: int
     part: _IndexPart
-    index: Digest
-    index_bytes: int
+    index: _WrittenIndex | None
     placed_later: list[tuple[int, int]]
 
 
@@ -153,6 +165,7 @@ class Packer:
         """
         self._copiers = copiers
         self._backend = backend
+        self._has_drafts = has_drafts(backend)
         self._frames = frames
         self._pool = BufferPool(
             count=in_flight, size_bytes=pack_bytes + limits.FRAME_STORED_BYTES_MAX
@@ -169,6 +182,9 @@ class Packer:
         self._sealing: list[Future[_SealedPack]] = []
         self._parts: dict[Digest, _IndexPart] = {}
         self._merge_rows = 0
+        self._unlisted: list[_IndexPart] = []
+        """Of packs that were loaded and that no index lists yet."""
+        self._unlisted_lock = threading.Lock()
         self.totals = PackerTotals()
 
     def append(
@@ -260,31 +276,30 @@ class Packer:
         filling = self._copiers.submit(work)
         pack.copying.append(filling)
         self._count_raw(length, len(chunks))
+        self.totals.frames += 1
         return filling
 
-    def append_loaded(self, run: LoadedRun, frame: LoadedFrame) -> list[Future[Any]]:
-        """Put a raw frame that has to be loaded into a pack of such, or into the current one.
+    def append_loaded(self, run: LoadedRun, frames: Sequence[LoadedFrame]) -> list[Future[Any]]:
+        """Put raw frames that have to be loaded into packs of such, or into the current one.
 
         Args:
-            run: What it belongs to; it may wait there for others.
-            frame: It.
+            run: What they belong to; they may wait there for others.
+            frames: They.
 
         Returns:
             Of frames that are on their way now: done when all of them were loaded. What goes wrong
             is raised by a later call as well.
         """
-        if not has_drafts(self._backend):
-            run.add(frame)
-            return self._append_waiting(run)
         begun = []
-        if not run.has_room(frame, self._pack_bytes):
-            begun.append(self._fill_pack(run))
-        run.add(frame)
-        return begun
+        for frame in frames:
+            if self._has_drafts and not run.has_room(frame, self._pack_bytes):
+                begun.append(self._fill_pack(run))
+            run.add(frame)
+        return begun if self._has_drafts else self._append_waiting(run)
 
     def end_loaded(self, run: LoadedRun) -> list[Future[Any]]:
         """Let no frame wait any longer; see `append_loaded`."""
-        if run.used >= self._pack_bytes // 2:
+        if self._has_drafts and run.used >= self._pack_bytes // 2:
             return [self._fill_pack(run)]
         return self._append_waiting(run)
 
@@ -304,8 +319,8 @@ class Packer:
         """Make a pack of what waits; a thread of its own loads, hashes and stores it."""
         self._reap(wait=False)
         pack = run.take_pack(self._frames.reserve_pack())
-        for frame in pack.frames:
-            self._count_raw(frame.length, len(frame.chunks))
+        self._count_raw(sum(frame.length for frame in pack.frames), len(pack.chunk_rows))
+        self.totals.frames += len(pack.frames)
         storing = self._fillers.submit(self._load_and_store, pack)
         self._sealing.append(storing)
         return storing
@@ -313,15 +328,13 @@ class Packer:
     def _count_raw(self, length: int, chunks: int) -> None:
         codec = Codec.RAW.name.lower()
         self.totals.coded_bytes[codec] = self.totals.coded_bytes.get(codec, 0) + length
-        self.totals.frames += 1
         self.totals.chunks += chunks
 
     def finish(self) -> None:
         """Store what is open, wait for all, and merge the indexes written here into one."""
         self._seal_open()
         self._reap(wait=True)
-        if len(self._parts) > 1 and self._merge_rows <= _MERGE_CHUNKS_MAX:
-            self._write_merged()
+        self._write_last_index()
         self._executor.shutdown()
         self._fillers.shutdown()
 
@@ -378,13 +391,11 @@ class Packer:
         finally:
             self._pool.release(pack.buffer)
         part = _index_part(pack.frames.rows, pack.chunks.rows, pack_id, length)
-        index, index_bytes = self._put_index(part)
-        return _SealedPack(
-            pack.number, pack_id, length, part, index, index_bytes, pack.placed_later
-        )
+        index = self._put_index(part)
+        return _SealedPack(pack.number, pack_id, length, part, index, pack.placed_later)
 
     def _load_and_store(self, pack: LoadedPack) -> _SealedPack:
-        """Load and store a pack that is not held in memory, then its index; on its own thread."""
+        """Load and store a pack that is not held in memory; on a thread of its own."""
         draft = begin_draft(self._backend)
 
         def put(name: PackId, footer: bytes) -> None:
@@ -398,9 +409,18 @@ class Packer:
         finally:
             draft.discard()
         part = _index_part(pack.frame_rows, pack.chunk_rows, pack_id, length)
-        index, index_bytes = self._put_index(part)
+        index = self._list_loaded(part)
         placed_later = [(row, frame.number) for row, frame in enumerate(pack.frames)]
-        return _SealedPack(pack.number, pack_id, length, part, index, index_bytes, placed_later)
+        return _SealedPack(pack.number, pack_id, length, part, index, placed_later)
+
+    def _list_loaded(self, part: _IndexPart) -> _WrittenIndex | None:
+        """Write an index with the pack that makes enough of those that no index lists yet."""
+        with self._unlisted_lock:
+            self._unlisted.append(part)
+            if len(self._unlisted) < _LISTED_TOGETHER:
+                return None
+            parts, self._unlisted = self._unlisted, []
+        return self._put_index(_merged(parts))
 
     def _name_and_put(
         self,
@@ -421,40 +441,32 @@ class Packer:
         put(pack_id, encoded)
         return pack_id, footer.offset + len(encoded)
 
-    def _keep_part(self, sealed: _SealedPack) -> None:
+    def _keep_part(self, index: _WrittenIndex) -> None:
         """Keep the rows of an index to be merged with others, unless there are too many."""
-        self._merge_rows += len(sealed.part.chunks)
+        self._merge_rows += len(index.part.chunks)
         if self._merge_rows <= _MERGE_CHUNKS_MAX:
-            self._parts[sealed.index] = sealed.part
+            self._parts[index.name] = index.part
         else:
             self._parts.clear()
 
-    def _write_merged(self) -> None:
-        """Write one index that contains all that this push wrote, and says so."""
-        parts = list(self._parts.values())
-        pack_bases = np.cumsum([0, *(len(part.packs) for part in parts)])
-        frame_bases = np.cumsum([0, *(len(part.frames) for part in parts)])
-        frames = np.concatenate([part.frames for part in parts])
-        chunks = np.concatenate([part.chunks for part in parts])
-        frames["pack"] += np.repeat(pack_bases[:-1], np.diff(frame_bases)).astype(np.uint32)
-        counts = [len(part.chunks) for part in parts]
-        chunks["frame"] += np.repeat(frame_bases[:-1], counts).astype(np.uint32)
-        packs = np.concatenate([part.packs for part in parts])
-        _, index_bytes = self._put_index(_IndexPart(packs, frames, chunks), list(self._parts))
-        self.totals.index_bytes += index_bytes
+    def _write_last_index(self) -> None:
+        """Write one index of all that this push wrote, and say so, or of what none lists yet."""
+        unlisted, self._unlisted = self._unlisted, []
+        rows = self._merge_rows + sum(len(part.chunks) for part in unlisted)
+        parts = {**self._parts} if rows <= _MERGE_CHUNKS_MAX else {}
+        if len(parts) > 1 or unlisted:
+            merged = _merged([*parts.values(), *unlisted])
+            self.totals.index_bytes += self._put_index(merged, list(parts)).length
 
-    def _put_index(self, part: _IndexPart, supersedes: Sequence[Digest] = ()) -> tuple[Digest, int]:
-        """Store an index; where a damaged one has its name, one that says to contain that one.
-
-        Returns its name and its length.
-        """
+    def _put_index(self, part: _IndexPart, supersedes: Sequence[Digest] = ()) -> _WrittenIndex:
+        """Store an index; where a damaged one has its name, one that says to contain that one."""
         while True:
             built = index_format.build_index(
                 part.packs, part.frames, part.chunks, supersedes=supersedes
             )
             is_usable = built.root.hex not in self._damaged_indexes
             if is_usable and self._put(ObjectKind.INDEX, built.root, built.pieces):
-                return built.root, built.length
+                return _WrittenIndex(part, built.root, built.length)
             supersedes = [*supersedes, built.root]
 
     def _put(self, kind: ObjectKind, name: Digest, pieces: Sequence[BytesLike]) -> bool:
@@ -475,10 +487,11 @@ class Packer:
                 placed = sealed.part.frames[rows]
                 placed["pack"] = sealed.number
                 self._frames.place_frames(numbers, placed)
-            self._keep_part(sealed)
             self.totals.packs += 1
             self.totals.pack_bytes += sealed.length
-            self.totals.index_bytes += sealed.index_bytes
+            if sealed.index is not None:
+                self._keep_part(sealed.index)
+                self.totals.index_bytes += sealed.index.length
 
 
 def _index_part(frame_rows: Rows, chunk_rows: Rows, pack_id: PackId, length: int) -> _IndexPart:
@@ -488,6 +501,18 @@ def _index_part(frame_rows: Rows, chunk_rows: Rows, pack_id: PackId, length: int
     for name in _SHARED_COLUMNS:
         frames[name] = frame_rows[name]
     return _IndexPart(packs, frames, _index_chunks(frame_rows, chunk_rows))
+
+
+def _merged(parts: Sequence[_IndexPart]) -> _IndexPart:
+    """Put rows of several indexes into one, and let them refer to each other there."""
+    pack_bases = np.cumsum([0, *(len(part.packs) for part in parts)])
+    frame_bases = np.cumsum([0, *(len(part.frames) for part in parts)])
+    frames = np.concatenate([part.frames for part in parts])
+    chunks = np.concatenate([part.chunks for part in parts])
+    frames["pack"] += np.repeat(pack_bases[:-1], np.diff(frame_bases)).astype(np.uint32)
+    counts = [len(part.chunks) for part in parts]
+    chunks["frame"] += np.repeat(frame_bases[:-1], counts).astype(np.uint32)
+    return _IndexPart(np.concatenate([part.packs for part in parts]), frames, chunks)
 
 
 def _copy_frame(frame: EncodedFrame, room: npt.NDArray[np.uint8]) -> None:
