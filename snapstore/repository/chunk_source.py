@@ -113,8 +113,12 @@ class Loads:
         Raises:
             Interrupted: Nobody wants it any more; also in the middle.
         """
-        with self._one(), contextlib.closing(self.source.parts(spans)) as lent:
-            yield self._counted(lent)
+        with (
+            self._one(),
+            contextlib.closing(self.source.parts(spans)) as lent,
+            contextlib.closing(self._counted(lent)) as counted,
+        ):
+            yield counted
 
     def joined_digest(self, pieces: Sequence[Span | bytes]) -> bytes:
         """See `ChunkSource.joined_digest`.
@@ -143,13 +147,15 @@ class Loads:
                 self._under_way -= 1
                 self._changed.notify_all()
 
-    def _counted(self, lent: Iterator[memoryview]) -> Iterator[memoryview]:
+    def _counted(self, lent: Iterator[memoryview]) -> Generator[memoryview, None, None]:
         done = 0
-        for part in lent:
-            done += part.nbytes
-            yield part
-            self._require_open()
-        self._count(done)
+        try:
+            for part in lent:
+                done += part.nbytes
+                yield part
+                self._require_open()
+        finally:
+            self._count(done)
 
     def _count(self, length: int) -> None:
         with self._changed:

@@ -122,6 +122,7 @@ def test_which_storage_has_drafts(backend: PosixBackend) -> None:
     assert not has_drafts(MemoryBackend())
 
 
+@pytest.mark.slow
 @given(
     size=st.integers(0, 40),
     parts=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), max_size=8),
