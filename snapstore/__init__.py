@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from snapstore.options import Compression, Integrity, StoreOptions
     from snapstore.progress import Progress, ProgressCallback
     from snapstore.repository.arriving_file import FileWriter, HashedTotals
-    from snapstore.repository.chunk_source import ChunkSource, Span
+    from snapstore.repository.chunk_source import ChunkSource, PartGroups, Span
     from snapstore.repository.diff import DiffBytes, SnapshotDiff, StreamDiff
     from snapstore.repository.file_pieces import FileChunks, FilePiece
     from snapstore.repository.file_ranges import FileRange
@@ -70,6 +70,7 @@ __all__ = [
     "NodeCache",
     "ObjectTotals",
     "PageRun",
+    "PartGroups",
     "Progress",
     "ProgressCallback",
     "PullResult",
@@ -135,6 +136,7 @@ _HOMES = {
     "FileWriter": "snapstore.repository.arriving_file",
     "HashedChunks": "snapstore.repository.hashed_chunks",
     "ChunkSource": "snapstore.repository.chunk_source",
+    "PartGroups": "snapstore.repository.chunk_source",
     "Span": "snapstore.repository.chunk_source",
     "HashedTotals": "snapstore.repository.arriving_file",
     "DiffBytes": "snapstore.repository.diff",

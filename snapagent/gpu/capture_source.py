@@ -18,16 +18,19 @@ from snapstore.errors import Interrupted
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from snapagent.gpu.arena import PinnedArena, Slot
     from snapagent.gpu.driver import Gpu, Lane
     from snapagent.gpu.hashing import PieceHasher
-    from snapstore import Span
+    from snapstore import PartGroups, Span
 
 __all__ = ["CaptureLanes", "DeviceSource"]
 
-_SLOTS: Final = 2
+_SLOTS_MAX: Final = 4
+"""For each stream, so that as many parts are written at once. More would cost page-locked memory,
+and saves little: there is also a checksum for each part."""
+
 _JOINED_BYTES_MAX: Final = 68 << 20
 """A full pack with its footer: device memory that is kept for hashing one."""
 
@@ -58,8 +61,9 @@ class CaptureLanes:
         """Memory to hash a pack in, while nobody does."""
         self.joined_bytes_max = 0
         with contextlib.ExitStack() as stack:
-            for _ in range(max(1, arena.slots // _SLOTS)):
-                self._lanes.put(stack.enter_context(gpu.lane(_SLOTS)))
+            self._slots = min(_SLOTS_MAX, arena.slots)
+            for _ in range(arena.slots // self._slots):
+                self._lanes.put(stack.enter_context(gpu.lane(self._slots)))
             if hasher is not None:
                 with contextlib.suppress(GpuFailed):
                     self._rooms.put(_make_room(gpu, stack))
@@ -75,7 +79,7 @@ class CaptureLanes:
         """Lend a stream and slots, one for each of its places, to one thread."""
         lane = self._lanes.get()
         try:
-            with self._arena.borrow(_SLOTS) as slots:
+            with self._arena.borrow(self._slots) as slots:
                 lane.bind()
                 try:
                     yield lane, slots
@@ -111,37 +115,36 @@ class DeviceSource(ChunkSource):
 
     @override
     def load(self, offset: int, length: int, into: memoryview) -> None:
-        part_bytes = min(SLOT_BYTES, max(length // _SLOTS, 1))
+        # Copied twice, since `into` is not page-locked: one part while the next comes.
+        pieces = _divided([(offset, offset + length)], min(SLOT_BYTES, max(length // 2, 1)))
         target = np.frombuffer(into, np.uint8)
         done = 0
-        with contextlib.closing(self._parts([(offset, offset + length)], part_bytes)) as parts:
-            for part in parts:
-                np.copyto(target[done : done + part.nbytes], np.frombuffer(part, np.uint8))
-                done += part.nbytes
+        with self._lanes.lend() as (lane, slots):
+            for number in range(len(pieces) + len(slots) - 1):
+                if number < len(pieces):
+                    self._begin(lane, slots, number % len(slots), pieces[number])
+                oldest = number - len(slots) + 1
+                if oldest >= 0:
+                    place, count = oldest % len(slots), pieces[oldest].length
+                    lane.wait(place)
+                    part = np.frombuffer(slots[place].view[:count], np.uint8)
+                    np.copyto(target[done : done + count], part)
+                    done += count
 
     @override
-    def parts(self, spans: Sequence[Span]) -> Generator[memoryview, None, None]:
-        return self._parts(spans, SLOT_BYTES)
-
-    def _parts(self, spans: Sequence[Span], part_bytes: int) -> Generator[memoryview, None, None]:
-        """Copy one part while the one before is used."""
-        begins = [
-            (at, min(part_bytes, end - at))
-            for begin, end in spans
-            for at in range(begin, end, part_bytes)
-        ]
+    def parts(self, spans: Sequence[Span]) -> PartGroups:
+        pieces = _divided(spans, SLOT_BYTES)
         with self._lanes.lend() as (lane, slots):
-            for number in range(len(begins) + 1):
-                if self._stop.is_set():
-                    raise Interrupted("the capture was stopped")
-                if number < len(begins):
-                    offset, count = begins[number]
-                    place = number % _SLOTS
-                    lane.copy_out(place, slots[place].address, self._address + offset, count)
-                if number:
-                    before = (number - 1) % _SLOTS
-                    lane.wait(before)
-                    yield slots[before].view[: begins[number - 1][1]]
+            for first in range(0, len(pieces), len(slots)):
+                group = pieces[first : first + len(slots)]
+                for place, piece in enumerate(group):
+                    self._begin(lane, slots, place, piece)
+                yield _arrived(lane, slots, group)
+
+    def _begin(self, lane: Lane, slots: Sequence[Slot], place: int, piece: _Piece) -> None:
+        if self._stop.is_set():
+            raise Interrupted("the capture was stopped")
+        lane.copy_out(place, slots[place].address, self._address + piece.offset, piece.length)
 
     @property
     @override
@@ -156,6 +159,28 @@ class DeviceSource(ChunkSource):
 
     def _placed(self, begin: int, end: int) -> tuple[int, int]:
         return self._address + begin, end - begin
+
+
+class _Piece(NamedTuple):
+    """What fits a slot."""
+
+    offset: int
+    length: int
+
+
+def _divided(spans: Sequence[Span], piece_bytes: int) -> list[_Piece]:
+    return [
+        _Piece(at, min(piece_bytes, end - at))
+        for begin, end in spans
+        for at in range(begin, end, piece_bytes)
+    ]
+
+
+def _arrived(lane: Lane, slots: Sequence[Slot], group: Sequence[_Piece]) -> Iterator[memoryview]:
+    """Give pieces as they arrive, each at its place."""
+    for place, piece in enumerate(group):
+        lane.wait(place)
+        yield slots[place].view[: piece.length]
 
 
 class _Room(NamedTuple):

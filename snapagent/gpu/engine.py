@@ -27,7 +27,7 @@ __all__ = ["GpuEngine", "GpuEngines", "GpuSettings"]
 
 _WORKERS_MAX: Final = 12
 """More get less: what they have in hand does not fit the processor's cache."""
-_SLOTS_PER_WORKER: Final = 2
+_SLOTS_PER_WORKER: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from snapstore.backend.files import FileCalls, write_all
+from snapstore.backend.files import IOV_MAX, FileCalls, drop_written, write_all
 from snapstore.units import MIB, PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def write_direct(files: FileCalls, fd: int, views: Sequence[memoryview]) -> None
 
 
 class PlacedWriter:
-    """Writes parts of one file at places of their own; long aligned ones go past the page cache.
+    """Writes to one file at any places; what is long and aligned goes past the page cache.
 
     The descriptor is used by nobody else meanwhile. One thread at a time.
     """
@@ -73,41 +73,32 @@ class PlacedWriter:
         self._is_direct = False
         self._may_be_direct = True
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data`.
+    def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
+        """Write all bytes of all pieces, one after the other.
 
         Raises:
-            OSError: It could not be written; a beginning of it may have been.
+            OSError: They could not be written; a beginning of them may have been.
         """
-        aligned = _aligned_bytes(data) if offset % PAGE_BYTES == 0 else 0
-        done = 0
-        if aligned >= _WRITE_BYTES_MIN and self._set_direct(direct=True):
+        # It may stay as it was for less: many file systems take that as well.
+        if sum(piece.nbytes for piece in pieces) >= _WRITE_BYTES_MIN:
+            self._set_direct(direct=offset % PAGE_BYTES == 0 and all(map(_is_aligned, pieces)))
+        left = [piece for piece in pieces if piece.nbytes]
+        while left:
             try:
-                done = self._write(offset, data[:aligned])
+                written = self._files.pwritev(self.fd, left[:IOV_MAX], offset)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                # Some file system or device wants more than pages.
-                self._may_be_direct = False
-        if done < data.nbytes:
-            self._set_direct(direct=False)
-            self._write(offset + done, data[done:])
+                # This is not aligned, or the file system or device wants more than pages.
+                self._set_direct(direct=False)
+                continue
+            drop_written(left, written)
+            offset += written
 
-    def _write(self, offset: int, data: memoryview) -> int:
-        done = 0
-        while done < data.nbytes:
-            written = self._files.pwrite(self.fd, data[done:], offset + done)
-            if written == 0:
-                raise OSError(errno.EIO, "the file system took no bytes and gave no reason")
-            done += written
-        return done
-
-    def _set_direct(self, *, direct: bool) -> bool:
-        wanted = direct and self._may_be_direct
-        if wanted != self._is_direct:
-            self._is_direct = self._files.set_direct(self.fd, direct=wanted)
-            self._may_be_direct = self._may_be_direct and self._is_direct == wanted
-        return self._is_direct
+    def _set_direct(self, *, direct: bool) -> None:
+        if direct != self._is_direct and (self._may_be_direct or not direct):
+            self._is_direct = self._files.set_direct(self.fd, direct=direct)
+            self._may_be_direct = self._is_direct == direct
 
 
 def read_aligned(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:
@@ -177,6 +168,10 @@ def _fill(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:
             break
         done += count
     return done
+
+
+def _is_aligned(view: memoryview) -> bool:
+    return view.nbytes % PAGE_BYTES == 0 and _aligned_bytes(view) == view.nbytes
 
 
 def _aligned_bytes(view: memoryview) -> int:

@@ -12,6 +12,8 @@ from snapstore.backend.posix import PosixBackend
 from snapstore.backend.retry import RetryingBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from snapstore.backend.base import Backend, ObjectKind
 
 __all__ = ["Draft", "begin_draft", "has_drafts"]
@@ -20,8 +22,10 @@ __all__ = ["Draft", "begin_draft", "has_drafts"]
 class Draft(Protocol):
     """An object that nobody sees until it is published. Used by one thread at a time."""
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write bytes at a place of the object; they are not kept. Gaps are zeros.
+    def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
+        """Write pieces, one after the other, from a place of the object on. Gaps are zeros.
+
+        The pieces are not kept. Those that are long and begin and end at pages cost the least.
 
         May be repeated, also after `publish` said that a name is taken.
 
@@ -76,9 +80,9 @@ class _RetryingDraft:
         self._inner = inner
         self._patience = patience
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
         """See `Draft.write`."""
-        self._patience.attempt(lambda: self._inner.write(offset, data))
+        self._patience.attempt(lambda: self._inner.write(offset, pieces))
 
     def publish(self, kind: ObjectKind, name: str) -> None:
         """See `Draft.publish`."""

@@ -27,7 +27,7 @@ from snapstore.backend.posix_publish import (
 from snapstore.errors import BackendError, TransientBackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from snapstore.backend.posix_tree import Tree
 
@@ -55,13 +55,14 @@ class PosixDraft:
         self._is_lost = False
         self._size_bytes = 0
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
         """See `Draft.write`."""
         try:
-            self._opened().write(offset, data)
+            self._opened().write(offset, pieces)
         except OSError as error:
             raise _translated(error, "write an object that has no name yet") from error
-        self._size_bytes = max(self._size_bytes, offset + data.nbytes)
+        end = offset + sum(piece.nbytes for piece in pieces)
+        self._size_bytes = max(self._size_bytes, end)
         self._written = None
 
     def publish(self, kind: ObjectKind, name: str) -> None:

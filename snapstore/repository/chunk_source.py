@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -16,14 +17,17 @@ from snapstore.ids import ChunkId
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from snapstore.format.tables import Rows
 
-__all__ = ["CheckedFrame", "ChunkSource", "Loads", "Span", "check_chunk"]
+__all__ = ["CheckedFrame", "ChunkSource", "Loads", "PartGroups", "Span", "check_chunk"]
 
 Span = tuple[int, int]
 """Where bytes of a file begin and end."""
+
+PartGroups = Generator["Iterator[memoryview]", None, None]
+"""See `ChunkSource.parts`."""
 
 _PART_BYTES = 4 * MIB
 """As long as a raw frame can be."""
@@ -40,22 +44,23 @@ class ChunkSource(abc.ABC):
     def load(self, offset: int, length: int, into: memoryview) -> None:
         """Fill all of a buffer of that length with the file's bytes from an offset on."""
 
-    def parts(self, spans: Sequence[Span]) -> Generator[memoryview, None, None]:
+    def parts(self, spans: Sequence[Span]) -> PartGroups:
         """Lend the bytes of spans of the file, in this order.
 
-        For who has them in memory of its own, or brings one part while another is stored; by
-        default they go through a buffer, with `load`.
+        For who has them in memory of its own, or brings some while others are stored; by default
+        they go through a buffer, with `load`.
 
         Returns:
-            Parts, each good until the next is asked for or the generator is closed. None has bytes
-            of two spans.
+            Groups of parts, of which none has bytes of two spans. All parts of a group are good
+            until the next group is asked for or the generator is closed. They are written at once:
+            the larger the group, the fewer calls.
         """
         buffer = page_aligned(_PART_BYTES).data
         for begin, end in spans:
             for offset in range(begin, end, _PART_BYTES):
                 with buffer[: min(_PART_BYTES, end - offset)] as part:
                     self.load(offset, part.nbytes, part)
-                    yield part
+                    yield iter([part])
 
     @property
     def joined_bytes_max(self) -> int:
@@ -107,8 +112,8 @@ class Loads:
         return frame.finish()
 
     @contextlib.contextmanager
-    def parts(self, spans: Sequence[Span]) -> Iterator[Iterator[memoryview]]:
-        """Have spans lent part by part; see `ChunkSource.parts`.
+    def parts(self, spans: Sequence[Span]) -> Iterator[PartGroups]:
+        """Have spans lent; see `ChunkSource.parts`.
 
         Raises:
             Interrupted: Nobody wants it any more; also in the middle.
@@ -116,9 +121,9 @@ class Loads:
         with (
             self._one(),
             contextlib.closing(self.source.parts(spans)) as lent,
-            contextlib.closing(self._counted(lent)) as counted,
         ):
-            yield counted
+            yield self._watched(lent)
+        self._count(sum(end - begin for begin, end in spans))
 
     def joined_digest(self, pieces: Sequence[Span | bytes]) -> bytes:
         """See `ChunkSource.joined_digest`.
@@ -147,15 +152,10 @@ class Loads:
                 self._under_way -= 1
                 self._changed.notify_all()
 
-    def _counted(self, lent: Iterator[memoryview]) -> Generator[memoryview, None, None]:
-        done = 0
-        try:
-            for part in lent:
-                done += part.nbytes
-                yield part
-                self._require_open()
-        finally:
-            self._count(done)
+    def _watched(self, lent: PartGroups) -> PartGroups:
+        for group in lent:
+            yield group
+            self._require_open()
 
     def _count(self, length: int) -> None:
         with self._changed:

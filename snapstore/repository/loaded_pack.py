@@ -23,7 +23,7 @@ from snapstore.repository.windows import WINDOW_BYTES
 from snapstore.units import align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from snapstore.backend.drafts import Draft
     from snapstore.format.tables import Rows
@@ -125,6 +125,12 @@ class LoadedPack:
         self._is_hashed_here = is_hashed_here
         self._is_hashed_there = False
         self._hasher: blake3 | None = None
+        self._unchecked = _CHECKED_BYTES
+        self._row = 0
+        """Of the frame that comes."""
+        self._done = 0
+        """How much of it came."""
+        self._checked: CheckedFrame | None = None
         rooms = np.array([frame.room for frame in frames], np.int64)
         counts = np.array([len(frame.chunks) for frame in frames], np.int64)
         rows = np.zeros(len(frames), pack_format.FRAME_DTYPE)
@@ -152,40 +158,46 @@ class LoadedPack:
         if self._is_hashed_here or not self._is_hashed_there:
             self._hasher = blake3()
         spans = [span for frame in self.frames for span in frame.spans]
-        unchecked = _CHECKED_BYTES
-        with self._loads.parts(spans) as parts:
-            for row, frame in enumerate(self.frames):
-                unchecked += frame.length
-                chunks = frame.chunks
-                if not self._loads.check_all:
-                    is_due = unchecked > _CHECKED_BYTES
-                    chunks = frame.chunks[:is_due]
-                    unchecked = frame.length if is_due else unchecked
-                offset = int(self.frame_rows["offset"][row])
-                checked = CheckedFrame(chunks)
-                self._load_frame(draft, parts, frame, checked, offset)
-                self.frame_rows["checksum"][row] = checked.finish()
+        with self._loads.parts(spans) as groups:
+            for group in groups:
+                writes = _Writes(draft)
+                for part in group:
+                    # First what reads it, while it is in the cache, and then the copy.
+                    writes.add(self._take(part), part)
+                writes.flush()
+        assert self._row == len(self.frames), (self._row, len(self.frames))
 
-    def _load_frame(
-        self,
-        draft: Draft,
-        parts: Iterator[memoryview],
-        frame: LoadedFrame,
-        checked: CheckedFrame,
-        offset: int,
-    ) -> None:
-        done = 0
-        while done < frame.length:
-            part = next(parts)
-            # First what reads it, while it is in the cache, and then the copy.
-            checked.add(part)
-            if self._hasher is not None:
-                self._hasher.update(part)
-            draft.write(offset + done, part)
-            done += part.nbytes
-        assert done == frame.length, (done, frame.length)
+    def _take(self, part: memoryview) -> int:
+        """Look at what follows; says where in the pack it belongs."""
+        frame = self.frames[self._row]
+        if self._checked is None:
+            self._checked = CheckedFrame(self._chunks_to_check(frame))
+        offset = int(self.frame_rows["offset"][self._row]) + self._done
+        self._checked.add(part)
+        if self._hasher is not None:
+            self._hasher.update(part)
+        self._done += part.nbytes
+        if self._done == frame.length:
+            self._end_frame(frame, self._checked)
+        return offset
+
+    def _end_frame(self, frame: LoadedFrame, checked: CheckedFrame) -> None:
+        self.frame_rows["checksum"][self._row] = checked.finish()
         if self._hasher is not None:
             self._hasher.update(bytes(frame.room - frame.length))
+        self._row += 1
+        self._done = 0
+        self._checked = None
+
+    def _chunks_to_check(self, frame: LoadedFrame) -> Rows:
+        """Choose what is hashed of a frame that begins: all, or enough for one in so many bytes."""
+        if self._loads.check_all:
+            return frame.chunks
+        self._unchecked += frame.length
+        if self._unchecked <= _CHECKED_BYTES:
+            return frame.chunks[:0]
+        self._unchecked = frame.length
+        return frame.chunks[:1]
 
     def name_with(self, footer: bytes) -> PackId:
         """Return what the pack is called with that footer, once it is loaded.
@@ -217,3 +229,27 @@ class LoadedPack:
             if frame.room > frame.length:
                 pieces.append(bytes(frame.room - frame.length))
         return [*pieces, footer]
+
+
+class _Writes:
+    """Writes parts that lie next to each other in a draft together."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._begin = self._end = 0
+        self._pieces: list[memoryview] = []
+
+    def add(self, offset: int, part: memoryview) -> None:
+        """Take a part, which stays as it is until `flush`."""
+        if offset != self._end:
+            self.flush()
+        if not self._pieces:
+            self._begin = offset
+        self._pieces.append(part)
+        self._end = offset + part.nbytes
+
+    def flush(self) -> None:
+        """Write all of them."""
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            self._draft.write(self._begin, pieces)

@@ -399,7 +399,7 @@ class Packer:
         draft = begin_draft(self._backend)
 
         def put(name: PackId, footer: bytes) -> None:
-            draft.write(pack.used, memoryview(footer))
+            draft.write(pack.used, [memoryview(footer)])
             draft.publish(ObjectKind.PACK, name.hex)
 
         try:

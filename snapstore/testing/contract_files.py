@@ -78,7 +78,7 @@ def readers_write_nothing(session: Session) -> None:
             list(backend.list(kind))
         with contextlib.suppress(ObjectNotFound):
             backend.stat(ObjectKind.REF, session.ref())
-        writes = {"writev", "pwrite", "link", "unlink", "mkdir", "fsync"}
+        writes = {"writev", "pwritev", "link", "unlink", "mkdir", "fsync"}
         expect(not writes.intersection(c.call for c in files.calls), "a reader wrote")
 
 

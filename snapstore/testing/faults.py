@@ -202,9 +202,9 @@ class KillableFiles:
         """See `FileCalls.writev`."""
         return self._run(self._of("writev", fd), lambda: self._inner.writev(fd, pieces))
 
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """See `FileCalls.pwrite`."""
-        return self._run(self._of("pwrite", fd), lambda: self._inner.pwrite(fd, data, offset))
+    def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        """See `FileCalls.pwritev`."""
+        return self._run(self._of("pwritev", fd), lambda: self._inner.pwritev(fd, pieces, offset))
 
     def set_direct(self, fd: int, *, direct: bool) -> bool:
         """See `FileCalls.set_direct`; no boundary, since nothing outside the process changes."""

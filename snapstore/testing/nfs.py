@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["STORM", "NfsCall", "NfsClient", "NfsFault", "NfsFaults", "NfsServer"]
 
 NfsCall = Literal[
-    "open", "close", "pread", "writev", "pwrite", "fsync", "fstat", "lstat", "link", "unlink",
+    "open", "close", "pread", "writev", "pwritev", "fsync", "fstat", "lstat", "link", "unlink",
     "mkdir", "listdir",
 ]  # fmt: skip
 
@@ -66,8 +66,8 @@ STORM: tuple[NfsFault, ...] = (
     NfsFault("pread", 0),
     NfsFault("writev", 0),
     NfsFault("writev", errno.EIO),
-    NfsFault("pwrite", 0),
-    NfsFault("pwrite", errno.EIO),
+    NfsFault("pwritev", 0),
+    NfsFault("pwritev", errno.EIO),
     NfsFault("fsync", errno.EIO),
     NfsFault("fsync", errno.EDQUOT),
     NfsFault("close", errno.EIO),
@@ -377,12 +377,12 @@ class NfsClient:
             opened.position += len(data)
             return len(data)
 
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """See `FileCalls.pwrite`."""
+    def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        """See `FileCalls.pwritev`."""
         with self._lock:
             opened = self._open_file(fd)
-            written = bytes(data)
-            if self._fail("pwrite") is not None:
+            written = b"".join(pieces)
+            if self._fail("pwritev") is not None:
                 written = written[: max(1, len(written) // 2)]
             opened.dirty.append((offset, written))
             return len(written)

@@ -36,7 +36,7 @@ NAME, OTHER = "ab" * 32, "cd" * 32
 
 def write(draft: Draft, pieces: Sequence[tuple[int, bytes]]) -> None:
     for offset, data in pieces:
-        draft.write(offset, memoryview(data))
+        draft.write(offset, [memoryview(data)])
 
 
 def read(backend: Backend, name: str = NAME) -> bytes:
@@ -163,8 +163,8 @@ def on_nfs(*planned: tuple[int, NfsFault]) -> RetryingBackend:
 @pytest.mark.parametrize(
     "planned",
     [
-        [(0, NfsFault("pwrite", errno.EIO)), (2, NfsFault("pwrite", 0))],
-        [(number, NfsFault("pwrite", 0)) for number in range(4)],
+        [(0, NfsFault("pwritev", errno.EIO)), (2, NfsFault("pwritev", 0))],
+        [(number, NfsFault("pwritev", 0)) for number in range(4)],
         [(0, NfsFault("link", errno.EIO))],
         [(0, NfsFault("link", errno.EIO, done=True))],
         [(0, NfsFault("link", errno.EEXIST, done=True))],
@@ -195,7 +195,7 @@ def test_lost_bytes_are_not_published(call: str) -> None:
         draft.publish(ObjectKind.PACK, NAME)
     assert not isinstance(caught.value, TransientBackendError)
     with pytest.raises(BackendError, match="are lost"):
-        draft.write(4, memoryview(b"more"))
+        draft.write(4, [memoryview(b"more")])
     draft.discard()
     with pytest.raises(ObjectNotFound):
         backend.stat(ObjectKind.PACK, NAME)
@@ -204,8 +204,8 @@ def test_lost_bytes_are_not_published(call: str) -> None:
 def test_bytes_that_a_file_system_swallows_are_missed(tmp_path: Path) -> None:
     class Swallowing(OsFileCalls):
         @override
-        def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-            return super().pwrite(fd, data[:-1], offset) + 1
+        def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+            return super().pwritev(fd, [pieces[0][:-1]], offset) + 1
 
     PosixBackend.create(tmp_path / "s")
     draft = begin_draft(PosixBackend(tmp_path / "s", files=Swallowing()))
@@ -219,7 +219,7 @@ def test_bytes_that_a_file_system_swallows_are_missed(tmp_path: Path) -> None:
 def test_a_full_disk_says_so(tmp_path: Path) -> None:
     class Full(OsFileCalls):
         @override
-        def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     PosixBackend.create(tmp_path / "s")

@@ -1,6 +1,7 @@
 """Packs that are loaded part by part: their bytes, name and checks, however the parts come."""
 
-from collections.abc import Generator, Sequence
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from snapstore import ChunkSource, Span
+from snapstore import ChunkSource, PartGroups, Span
 from snapstore.backend.base import ObjectKind
 from snapstore.backend.drafts import begin_draft
 from snapstore.backend.posix import PosixBackend
@@ -28,9 +29,10 @@ from tests.support.samples import random_bytes
 class Bytes(ChunkSource):
     """Has a file in memory, gives it in parts of some length, and may hash it by itself."""
 
-    def __init__(self, data: np.ndarray, *, part: int, hashes: bool) -> None:
+    def __init__(self, data: np.ndarray, *, part: int, hashes: bool, group: int = 1) -> None:
         self.data = data
         self.part = part
+        self.group = group
         self.hashes = hashes
 
     @override
@@ -38,10 +40,15 @@ class Bytes(ChunkSource):
         into[:] = self.data[offset : offset + length].data
 
     @override
-    def parts(self, spans: Sequence[Span]) -> Generator[memoryview, None, None]:
+    def parts(self, spans: Sequence[Span]) -> PartGroups:
+        group = []
         for begin, end in spans:
             for at in range(begin, end, self.part):
-                yield self.data[at : min(at + self.part, end)].data
+                group.append(self.data[at : min(at + self.part, end)].data)
+                if len(group) == self.group:
+                    yield iter(group)
+                    group = []
+        yield iter(group)
 
     @property
     @override
@@ -87,16 +94,17 @@ chunks = st.lists(
 @given(
     lengths=st.lists(chunks, min_size=1, max_size=6),
     part=st.sampled_from([1000, 4096, 1 << 20]),
-    hashes=st.booleans(),
-    is_hashed_here=st.booleans(),
+    group=st.integers(1, 4),
+    hashed=st.sampled_from(["here", "there", "both"]),
     check_all=st.booleans(),
 )
 def test_it_is_a_pack(
     tmp_path_factory: pytest.TempPathFactory,
     lengths: list[list[tuple[int, int]]],
     part: int,
-    hashes: bool,
-    is_hashed_here: bool,
+    group: int,
+    hashed: str,
+    *,
     check_all: bool,
 ) -> None:
     """Goal: any frames, in any parts, make the pack of these frames, named by its bytes.
@@ -106,13 +114,14 @@ def test_it_is_a_pack(
     backend = PosixBackend.create(tmp_path_factory.mktemp("packs") / "s")
     data = random_bytes(sum(gap + length for frame in lengths for gap, length in frame), 1)
     frames = frames_of(data, lengths)
-    loads = Loads(Bytes(data, part=part, hashes=hashes), check_all=check_all)
-    pack = LoadedPack(3, frames, loads, is_hashed_here=is_hashed_here)
+    source = Bytes(data, part=part, hashes=hashed != "here", group=group)
+    loads = Loads(source, check_all=check_all)
+    pack = LoadedPack(3, frames, loads, is_hashed_here=hashed == "both")
     draft = begin_draft(backend)
     pack.load(draft)
     footer = pack_format.encode_footer(pack.frame_rows, pack.chunk_rows, offset=pack.used)
     name = pack.name_with(footer)
-    draft.write(pack.used, memoryview(footer))
+    draft.write(pack.used, [memoryview(footer)])
     draft.publish(ObjectKind.PACK, name.hex)
     draft.discard()
     stored = bytearray(backend.stat(ObjectKind.PACK, name.hex).size_bytes)
@@ -152,7 +161,7 @@ def test_a_wrong_chunk_is_found_if_it_is_looked_at(
     frame = CheckedFrame(rows[:checked])
     bounds = sorted({0, len(data), *(cut % len(data) for cut in cuts)})
     try:
-        for begin, end in zip(bounds, bounds[1:], strict=False):
+        for begin, end in itertools.pairwise(bounds):
             frame.add(data[begin:end].data)
         assert frame.finish() == xxhash.xxh3_128_digest(data.data)
         assert not is_found
@@ -178,15 +187,23 @@ def test_a_source_that_hashes_wrongly_is_found(tmp_path: Path) -> None:
     draft.discard()
 
 
+def is_closed(loads: Loads) -> bool:
+    try:
+        with loads.parts([]):
+            return False
+    except Interrupted:
+        return True
+
+
 def test_nothing_is_loaded_after_the_end(tmp_path: Path) -> None:
     """Goal: whoever closes `Loads` can let the bytes go: no part is asked for any more."""
     data = random_bytes(9000, 3)
     loads = Loads(Bytes(data, part=1000, hashes=True), check_all=False)
     given_out = []
     with pytest.raises(Interrupted), loads.parts([(0, 9000)]) as parts:
-        for part in parts:
-            given_out.append(part.nbytes)
-            loads._is_closed = len(given_out) == 3  # noqa: SLF001 - as another thread would
+        for group in parts:
+            given_out += [part.nbytes for part in group]
+            loads._is_closed = len(given_out) == 3
     assert given_out == [1000] * 3
     loads.close()
     with pytest.raises(Interrupted), loads.parts([(0, 9000)]):
