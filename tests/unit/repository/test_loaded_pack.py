@@ -1,6 +1,7 @@
 """Packs that are loaded part by part: their bytes, name and checks, however the parts come."""
 
 import itertools
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from snapstore.repository.chunk_source import CheckedFrame, Loads
 from snapstore.repository.loaded_pack import LoadedFrame, LoadedPack
 from snapstore.units import MIB
 from tests.support.samples import random_bytes
+from tests.support.waiting import wait_until
 
 
 class Bytes(ChunkSource):
@@ -199,13 +201,15 @@ def test_nothing_is_loaded_after_the_end(tmp_path: Path) -> None:
     """Goal: whoever closes `Loads` can let the bytes go: no part is asked for any more."""
     data = random_bytes(9000, 3)
     loads = Loads(Bytes(data, part=1000, hashes=True), check_all=False)
-    given_out = []
-    with pytest.raises(Interrupted), loads.parts([(0, 9000)]) as parts:
-        for group in parts:
-            given_out += [part.nbytes for part in group]
-            loads._is_closed = len(given_out) == 3
-    assert given_out == [1000] * 3
-    loads.close()
+    closing = threading.Thread(target=loads.close)
+    with loads.parts([(0, 9000)]) as groups:
+        assert [part.nbytes for part in next(groups)] == [1000]
+        closing.start()
+        wait_until(lambda: is_closed(loads), "the end")
+        with pytest.raises(Interrupted):
+            next(groups)
+        assert closing.is_alive()
+    closing.join()
     with pytest.raises(Interrupted), loads.parts([(0, 9000)]):
         pass
     with pytest.raises(Interrupted):
