@@ -31,7 +31,7 @@ _SLOTS_MAX: Final = 4
 """For each stream, so that as many parts are written at once. More would cost page-locked memory,
 and saves little: there is also a checksum for each part."""
 
-_JOINED_BYTES_MAX: Final = 68 << 20
+_JOINED_BYTES_MAX: Final = 122 << 20
 """A full pack with its footer: device memory that is kept for hashing one."""
 
 _STAGED_BYTES: Final = 1 << 20

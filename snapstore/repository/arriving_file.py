@@ -289,9 +289,7 @@ class FileWriter:
         run = LoadedRun(loads)
         loading: collections.deque[Future[Any]] = collections.deque()
         try:
-            for begin in range(0, len(chunks.lengths), ASKED_ROWS):
-                rows = slice(begin, begin + ASKED_ROWS)
-                some = HashedChunks(chunks.lengths[rows], chunks.ids[rows], chunks.zeros[rows])
+            for some in _batches(chunks, feed.hashed_rows):
                 loading += feed.store_hashed(stream, some, run, self._offset)
                 size = int(some.lengths.sum())
                 self._offset += size
@@ -319,9 +317,7 @@ class FileWriter:
     ) -> HashedTotals:
         totals = HashedTotals()
         feed = self._landing.feed
-        for begin in range(0, len(chunks.lengths), ASKED_ROWS):
-            rows = slice(begin, begin + ASKED_ROWS)
-            some = HashedChunks(chunks.lengths[rows], chunks.ids[rows], chunks.zeros[rows])
+        for some in _batches(chunks, ASKED_ROWS):
             for hashed in divide(some, feed.ask(some), base=self._offset):
                 buffer = feed.acquire() if hashed.spans else np.empty(0, np.uint8)
                 window = Window(hashed.length, None, hashed=hashed)
@@ -457,6 +453,15 @@ class FileWriter:
             self._landing.feed.leave_place()
             self._has_place = False
         self._landing.ended(size_bytes)
+
+
+def _batches(chunks: HashedChunks, rows: int) -> Iterator[HashedChunks]:
+    """Divide chunks; there are fewer in the first batch, so that whoever loads can begin."""
+    begin, end = 0, min(rows, ASKED_ROWS)
+    while begin < len(chunks.lengths):
+        some = slice(begin, end)
+        yield HashedChunks(chunks.lengths[some], chunks.ids[some], chunks.zeros[some])
+        begin, end = end, end + rows
 
 
 def is_loaded(_: ByteArray) -> None:

@@ -58,6 +58,13 @@ __all__ = [
     "window_data",
 ]
 
+_WAITING_ROWS = 1024
+"""Chunks that may have to wait for memory, and with them whatever others hand to the pipeline."""
+
+_LOADED_ROWS = 16 * 1024
+"""Chunks that only have to be decided about: that takes 20 ms, and less for each if there are many
+at a time."""
+
 _CARRY_BYTES = 1 * MIB
 INGEST_BUFFER_BYTES = WINDOW_BYTES + _CARRY_BYTES
 
@@ -208,6 +215,11 @@ class Ingest:
     def stores_hashed(self) -> bool:
         """Whether `store_hashed` can be used: nothing is coded, and there are threads for it."""
         return self._compression is Compression.NONE and self._packer.can_fill
+
+    @property
+    def hashed_rows(self) -> int:
+        """How many chunks are worth handing to `store_hashed` at a time."""
+        return _LOADED_ROWS if self._packer.loads_packs else _WAITING_ROWS
 
     def store_hashed(
         self, stream: IngestStream, chunks: HashedChunks, run: LoadedRun, base: int

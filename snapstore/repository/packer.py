@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from snapstore.compression import EncodedFrame
     from snapstore.format.tables import Rows
     from snapstore.repository.loaded_pack import LoadedFrame, LoadedPack, LoadedRun
+    from snapstore.repository.memory import MemoryPlan
     from snapstore.units import BytesLike
 
 __all__ = ["Packer", "PackerTotals"]
@@ -144,40 +145,39 @@ class Packer:
         backend: Backend,
         frames: FrameTable,
         *,
-        pack_bytes: int,
-        in_flight: int,
+        plan: MemoryPlan,
         deleting: Callable[[str], bool],
         damaged_indexes: Collection[str] = (),
         copiers: ThreadPoolExecutor | None = None,
-        fillers: int = 1,
     ) -> None:
         """Prepare to write.
 
         Args:
             backend: Where packs and indexes go.
             frames: Learns where each frame was put.
-            pack_bytes: A pack is closed before it would grow beyond.
-            in_flight: Packs that may be held in memory at once.
+            plan: When a pack is closed, and how many there may be at once.
             deleting: Whether a pack of this name is being removed, so that it must not be used.
             damaged_indexes: Names of indexes that cannot be read.
             copiers: Copy long frames; they outlive this.
-            fillers: Packs that are loaded and stored at once, where they are not held in memory.
         """
         self._copiers = copiers
         self._backend = backend
-        self._has_drafts = has_drafts(backend)
+        self.loads_packs = has_drafts(backend)
+        """Whether `append_loaded` needs no memory, and so never waits for any."""
         self._frames = frames
         self._pool = BufferPool(
-            count=in_flight, size_bytes=pack_bytes + limits.FRAME_STORED_BYTES_MAX
+            count=plan.packs_in_flight,
+            size_bytes=plan.pack_bytes + limits.FRAME_STORED_BYTES_MAX,
         )
-        self._pack_bytes = pack_bytes
+        self._pack_bytes = plan.pack_bytes
+        self._loaded_pack_bytes = plan.loaded_pack_bytes
         self._deleting = deleting
         self._damaged_indexes = damaged_indexes
         # One pack is filled meanwhile.
         self._executor = ThreadPoolExecutor(
-            max(in_flight - 1, 1), thread_name_prefix="snapstore-pack"
+            max(plan.packs_in_flight - 1, 1), thread_name_prefix="snapstore-pack"
         )
-        self._fillers = ThreadPoolExecutor(fillers, thread_name_prefix="snapstore-fill")
+        self._fillers = ThreadPoolExecutor(plan.threads, thread_name_prefix="snapstore-fill")
         self._open: _OpenPack | None = None
         self._sealing: list[Future[_SealedPack]] = []
         self._parts: dict[Digest, _IndexPart] = {}
@@ -292,14 +292,14 @@ class Packer:
         """
         begun = []
         for frame in frames:
-            if self._has_drafts and not run.has_room(frame, self._pack_bytes):
+            if self.loads_packs and not run.has_room(frame, self._loaded_pack_bytes):
                 begun.append(self._fill_pack(run))
             run.add(frame)
-        return begun if self._has_drafts else self._append_waiting(run)
+        return begun if self.loads_packs else self._append_waiting(run)
 
     def end_loaded(self, run: LoadedRun) -> list[Future[Any]]:
         """Let no frame wait any longer; see `append_loaded`."""
-        if self._has_drafts and run.used >= self._pack_bytes // 2:
+        if self.loads_packs and run.used >= self._pack_bytes // 2:
             return [self._fill_pack(run)]
         return self._append_waiting(run)
 

@@ -135,6 +135,11 @@ class WindowFeed:
         """See `Ingest.stores_hashed`."""
         return self._ingest.stores_hashed
 
+    @property
+    def hashed_rows(self) -> int:
+        """See `Ingest.hashed_rows`."""
+        return self._ingest.hashed_rows
+
     def store_hashed(
         self, stream: IngestStream, chunks: HashedChunks, run: LoadedRun, base: int
     ) -> list[Future[Any]]:

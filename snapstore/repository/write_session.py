@@ -179,12 +179,10 @@ class WriteSession:
             self._packer = Packer(
                 backend,
                 self._frames,
-                pack_bytes=plan.pack_bytes,
-                in_flight=plan.packs_in_flight,
+                plan=plan,
                 deleting=deleting.__contains__,
                 damaged_indexes=loaded.damaged,
                 copiers=executor if plan.threads > 2 else None,
-                fillers=plan.threads,
             )
             stack.callback(self._packer.abort)
             self.buffers = BufferPool(count=plan.window_buffers, size_bytes=INGEST_BUFFER_BYTES)

@@ -122,7 +122,7 @@ def test_there_and_back(bench: Bench, store: Store) -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Store]:
-    """A store whose packs are files that are written part by part, of 16 MiB each."""
+    """A store whose packs are files that are written part by part, of 28 MiB each."""
     options = StoreOptions(threads=4, compression=Compression.NONE, memory_bytes=400 * MIB)
     with snapstore.init_store(str(tmp_path / "store"), options) as opened:
         yield opened
@@ -131,7 +131,7 @@ def directory(tmp_path: Path) -> Iterator[Store]:
 def packed() -> np.ndarray:
     """More than two packs, and a little that goes elsewhere."""
     zeros = np.zeros(3 * MIB, np.uint8)
-    return np.concatenate([random_bytes(17 * MIB, 4), zeros, random_bytes(16 * MIB + 9, 5)])
+    return np.concatenate([random_bytes(31 * MIB, 4), zeros, random_bytes(30 * MIB + 9, 5)])
 
 
 def test_packs_are_hashed_where_they_are(bench: Bench, directory: Store, tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_packs_are_hashed_where_they_are(bench: Bench, directory: Store, tmp_pat
     data = packed()
     before = counter(bench.driver, "bytes_within")
     report = capture(bench, directory, "a", data)
-    assert report.copied_bytes == 33 * MIB + 9
-    assert counter(bench.driver, "bytes_within") - before == 32 * MIB
+    assert report.copied_bytes == 61 * MIB + 9
+    assert counter(bench.driver, "bytes_within") - before == 56 * MIB
     assert directory.snapshot("a").open("0-1.mem").readall() == data.tobytes()
     assert check_store(tmp_path / "store")["packs"] == 3
     assert capture(bench, directory, "b", data).copied_bytes == 0
