@@ -61,6 +61,7 @@ class CaptureLanes:
         """Memory to hash a pack in, while nobody does."""
         self.joined_bytes_max = 0
         with contextlib.ExitStack() as stack:
+            assert arena.slots > 1, "half of them are used while the other half is filled"
             self._slots = min(_SLOTS_MAX, arena.slots)
             for _ in range(arena.slots // self._slots):
                 self._lanes.put(stack.enter_context(gpu.lane(self._slots)))
@@ -133,13 +134,17 @@ class DeviceSource(ChunkSource):
 
     @override
     def parts(self, spans: Sequence[Span]) -> PartGroups:
+        # Half of the slots are filled while the other half is used.
         pieces = _divided(spans, SLOT_BYTES)
         with self._lanes.lend() as (lane, slots):
-            for first in range(0, len(pieces), len(slots)):
-                group = pieces[first : first + len(slots)]
-                for place, piece in enumerate(group):
-                    self._begin(lane, slots, place, piece)
-                yield _arrived(lane, slots, group)
+            half = len(slots) // 2
+            groups = [range(at, min(at + half, len(pieces))) for at in range(0, len(pieces), half)]
+            for ahead in range(len(groups) + 1):
+                if ahead < len(groups):
+                    for number in groups[ahead]:
+                        self._begin(lane, slots, number % (2 * half), pieces[number])
+                if ahead:
+                    yield _arrived(lane, slots, groups[ahead - 1], pieces)
 
     def _begin(self, lane: Lane, slots: Sequence[Slot], place: int, piece: _Piece) -> None:
         if self._stop.is_set():
@@ -176,11 +181,14 @@ def _divided(spans: Sequence[Span], piece_bytes: int) -> list[_Piece]:
     ]
 
 
-def _arrived(lane: Lane, slots: Sequence[Slot], group: Sequence[_Piece]) -> Iterator[memoryview]:
-    """Give pieces as they arrive, each at its place."""
-    for place, piece in enumerate(group):
+def _arrived(
+    lane: Lane, slots: Sequence[Slot], group: range, pieces: Sequence[_Piece]
+) -> Iterator[memoryview]:
+    """Give the pieces of a group as they arrive."""
+    for number in group:
+        place = number % (len(slots) // 2 * 2)
         lane.wait(place)
-        yield slots[place].view[: piece.length]
+        yield slots[place].view[: pieces[number].length]
 
 
 class _Room(NamedTuple):
