@@ -1,5 +1,7 @@
 """Chunks that were hashed elsewhere: the same snapshot as from bytes, and only new bytes loaded."""
 
+import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +17,18 @@ from snapstore import (
     Compression,
     HashedChunks,
     HashedTotals,
+    Integrity,
     PushResult,
     Store,
     StoreOptions,
 )
+from snapstore.backend.base import ObjectKind
+from snapstore.backend.posix import PosixBackend
 from snapstore.errors import DigestMismatch, RefNotFound, UsageError
+from snapstore.format import index as index_format
 from snapstore.units import KIB, MIB
 from tests.support.samples import bf16, random_bytes
+from tests.support.schemas import check_store
 from tests.unit.repository.parts import memory_stores
 
 CHUNK = 256 * KIB
@@ -233,3 +240,126 @@ def test_only_zeros(store: Store) -> None:
     assert (totals.loaded_bytes, loader.loaded) == (0, [])
     assert result.ingest.zero_bytes == len(data)
     assert read(store, "a") == data.tobytes()
+
+
+# --- packs that are loaded part by part ---
+
+
+SMALL_PACKS = StoreOptions(threads=4, compression=Compression.NONE, memory_bytes=400 * MIB)
+PACK_BYTES = 28 * MIB
+"""Of a pack that is loaded with that budget: as many frames as fit 30 MiB."""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Store]:
+    with snapstore.init_store(str(tmp_path / "store"), SMALL_PACKS) as opened:
+        yield opened
+
+
+@pytest.mark.slow
+def test_packs_that_are_loaded_are_like_all_others(directory: Store, tmp_path: Path) -> None:
+    """Goal: a store whose packs came part by part, with gaps in the file, is right in all details.
+
+    Method: look at every object of it; what is left of a pack is stored with other files.
+    Proves: I1, I4.
+    """
+    zeros = np.zeros(MIB, np.uint8)
+    parts = [random_bytes(15 * MIB, seed) for seed in range(4)]
+    data = np.concatenate([*itertools.chain(*((part, zeros) for part in parts)), parts[0][:99]])
+    _, totals, loader = capture(directory, "a", data)
+    assert totals.loaded_bytes == loader.bytes == 60 * MIB + 99
+    counts = check_store(tmp_path / "store")
+    assert counts["packs"] == 3
+    assert read(directory, "a") == data.tobytes()
+    _, totals, _ = capture(directory, "b", data)
+    assert totals.loaded_bytes == 0
+
+
+@pytest.mark.slow
+def test_loaded_packs_share_an_index(directory: Store, tmp_path: Path) -> None:
+    """Goal: sixteen packs are listed by one index while more come, and all by one in the end.
+
+    Method: the index that says to contain the first one is looked for. Proves: I3.
+    """
+    data = random_bytes(17 * PACK_BYTES, 5)
+    capture(directory, "a", data)
+    indexes = [
+        index_format.parse_index(path.read_bytes())
+        for path in (tmp_path / "store" / "indexes").rglob("*")
+        if path.is_file()
+    ]
+    assert sorted(len(index.packs) for index in indexes) == [16, 17]
+    first, last = sorted(indexes, key=lambda index: len(index.packs))
+    assert last.supersedes == (first.root,)
+    assert set(first.packs["id"].tolist()) <= set(last.packs["id"].tolist())
+
+
+class Damaging(Loader):
+    """Damages a byte of what it gives."""
+
+    def __init__(self, data: np.ndarray, at: int) -> None:
+        super().__init__(data)
+        self.at = at
+
+    @override
+    def load(self, offset: int, length: int, into: memoryview) -> None:
+        super().load(offset, length, into)
+        if offset <= self.at < offset + length:
+            into[self.at - offset] ^= 1
+
+
+def damaged_capture(store: Store, data: np.ndarray, at: int, *, check_all: bool) -> None:
+    with store.begin("a") as writer:
+        with writer.open_file(0, "x.mem", data_class="device") as file:
+            file.write_hashed(hashed(data), Damaging(data, at), check_all=check_all)
+        writer.commit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [0, 12 * MIB + 5, 24 * MIB + CHUNK - 1, 40 * MIB])
+def test_one_chunk_in_twelve_mebibytes_is_checked(directory: Store, at: int) -> None:
+    with pytest.raises(DigestMismatch, match="hashed as"):
+        damaged_capture(directory, random_bytes(64 * MIB, 6), at, check_all=False)
+    with pytest.raises(RefNotFound):
+        directory.snapshot("a")
+
+
+@pytest.mark.slow
+def test_what_nobody_checked_a_strong_reader_refuses(directory: Store, tmp_path: Path) -> None:
+    """Goal: one chunk that was damaged on its way is stored as it came, and never believed.
+
+    Method: its frame has the checksum of what is stored, so that only strong reading finds it; the
+    pack is named by what is stored, too.
+    """
+    data = random_bytes(64 * MIB, 6)
+    at = 6 * MIB
+    damaged_capture(directory, data, at, check_all=False)
+    with snapstore.open_store(
+        str(tmp_path / "store"), dataclasses.replace(SMALL_PACKS, integrity=Integrity.FAST)
+    ) as fast:
+        stored = np.frombuffer(fast.snapshot("a").open("x.mem").readall(), np.uint8)
+    assert np.flatnonzero(stored != data).tolist() == [at]
+    with pytest.raises(DigestMismatch):
+        directory.snapshot("a").open("x.mem").readall()
+    for path in (tmp_path / "store" / "packs").rglob("*"):
+        assert path.is_dir() or blake3(path.read_bytes()).hexdigest() == path.name
+    with pytest.raises(DigestMismatch, match="hashed as"):
+        damaged_capture(directory, random_bytes(64 * MIB, 7), at, check_all=True)
+
+
+@pytest.mark.slow
+def test_a_name_that_damage_has_is_not_used(directory: Store, tmp_path: Path) -> None:
+    """Goal: a loaded pack whose name other bytes have gets another one, by salt."""
+    data = random_bytes(PACK_BYTES, 8)
+    capture(directory, "a", data)
+    other = tmp_path / "other"
+    with snapstore.init_store(str(other), SMALL_PACKS) as store:
+        (name,) = [path.name for path in (tmp_path / "store" / "packs").glob("*/*")]
+        PosixBackend(other).put_new(ObjectKind.PACK, name, [b"other"])
+        result, _, _ = capture(store, "a", data)
+        assert read(store, "a") == data.tobytes()
+    names = {path.name: path.read_bytes() for path in (other / "packs").glob("*/*")}
+    assert names.pop(name) == b"other"
+    ((salted, stored),) = names.items()
+    assert blake3(stored).hexdigest() == salted
+    assert len(stored) == result.packed.pack_bytes
