@@ -1,7 +1,7 @@
 """Memory of one GPU into a snapshot: hashed there, so that only what the store lacks comes over.
 
 The workload has released the memory, so nothing changes it meanwhile. What it hashes to on the GPU
-is believed where the store has such chunks; of what comes over, one chunk in each window is hashed
+is believed where the store has such chunks; of what comes over, one chunk in each 12 MiB is hashed
 again on the way into the store, or all if that is asked for (`FileWriter.write_hashed`).
 """
 
