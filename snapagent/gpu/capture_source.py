@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CaptureLanes", "DeviceSource"]
 
-_SLOTS_MAX: Final = 4
-"""For each stream, so that as many parts are written at once. More would cost page-locked memory,
-and saves little: there is also a checksum for each part."""
+_SLOTS_MAX: Final = 6
+"""For each stream: half of them are written with one call. More would cost page-locked memory, and
+save little, since there is also a checksum for each."""
 
 _JOINED_BYTES_MAX: Final = 122 << 20
 """A full pack with its footer: device memory that is kept for hashing one."""

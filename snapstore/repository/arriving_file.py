@@ -286,7 +286,7 @@ class FileWriter:
         totals = HashedTotals()
         feed = self._landing.feed
         loads = Loads(source, check_all=check_all)
-        run = LoadedRun(loads)
+        run = LoadedRun(loads, left_bytes=int(chunks.lengths.sum()))
         loading: collections.deque[Future[Any]] = collections.deque()
         try:
             for some in _batches(chunks, feed.hashed_rows):

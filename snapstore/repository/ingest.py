@@ -246,6 +246,7 @@ class Ingest:
         words = id_words(ids)
         frames, offsets = answer.frames.copy(), answer.offsets.copy()
         fresh = np.flatnonzero(answer.needed)
+        run.skip(int(chunks.lengths.sum() - lengths[fresh].sum()))
         loading: list[Future[Any]] = []
         if len(fresh):
             planned, frames[fresh], offsets[fresh] = self._plan_loaded(

@@ -34,6 +34,9 @@ __all__ = ["LoadedFrame", "LoadedPack", "LoadedRun"]
 _HASHED_HERE = 16
 """One pack in so many is hashed by the processor as well, where the source hashes packs."""
 
+_SHORTEST_PACK = 4
+"""A pack has at least one part in so many of what it may have, unless nothing more comes."""
+
 _CHECKED_BYTES = WINDOW_BYTES
 """One chunk in so many bytes is hashed again, as of what goes through windows."""
 
@@ -63,12 +66,23 @@ class LoadedFrame:
 class LoadedRun:
     """Frames of one call of `write_hashed` that wait until they fill a pack. One thread."""
 
-    def __init__(self, loads: Loads) -> None:
+    def __init__(self, loads: Loads, *, left_bytes: int) -> None:
+        """Begin; at most so many bytes will be loaded."""
         self.loads = loads
+        self._left_bytes = left_bytes
         self.waiting: list[LoadedFrame] = []
         self.used = 0
         self._chunks = 0
         self._packs = 0
+
+    def skip(self, length: int) -> None:
+        """Note that bytes will not be loaded."""
+        self._left_bytes -= length
+
+    def pack_bytes(self, limit: int, threads: int) -> int:
+        """Say how long a pack is to be: shorter in the end, so that all threads end at once."""
+        share = (self._left_bytes + self.used) // threads
+        return min(limit, max(share, limit // _SHORTEST_PACK))
 
     def has_room(self, frame: LoadedFrame, pack_bytes: int) -> bool:
         """Whether a frame still fits into the pack that those who wait will be."""
@@ -81,6 +95,7 @@ class LoadedRun:
     def add(self, frame: LoadedFrame) -> None:
         """Let a frame wait."""
         self.waiting.append(frame)
+        self._left_bytes -= frame.length
         self.used += frame.room
         self._chunks += len(frame.chunks)
 

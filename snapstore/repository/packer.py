@@ -54,6 +54,12 @@ _LISTED_TOGETHER = 16
 """Packs that come as fast as they are loaded share an index: it would cost as much as they do, and
 a gibibyte is not much to lose with the writer."""
 
+_OTHERS_SHARE = 8
+"""One thread in so many does not load packs: who decides what to load needs a processor, too."""
+
+_OWN_PACK = 8
+"""What is left in the end is a pack of its own if it is one part in so many of the longest."""
+
 _SHARED_COLUMNS = ("offset", "stored_length", "plain_length", "codec", "checksum")
 """Columns of a frame that a footer and an index both have."""
 
@@ -178,7 +184,8 @@ class Packer:
         self._executor = ThreadPoolExecutor(
             max(plan.packs_in_flight - 1, 1), thread_name_prefix="snapstore-pack"
         )
-        self._fillers = ThreadPoolExecutor(plan.threads, thread_name_prefix="snapstore-fill")
+        self._fill_threads = plan.threads - plan.threads // _OTHERS_SHARE
+        self._fillers = ThreadPoolExecutor(self._fill_threads, thread_name_prefix="snapstore-fill")
         self._open: _OpenPack | None = None
         self._sealing: list[Future[_SealedPack]] = []
         self._parts: dict[Digest, _IndexPart] = {}
@@ -293,14 +300,15 @@ class Packer:
         """
         begun = []
         for frame in frames:
-            if self.loads_packs and not run.has_room(frame, self._loaded_pack_bytes):
+            size = run.pack_bytes(self._loaded_pack_bytes, self._fill_threads)
+            if self.loads_packs and not run.has_room(frame, size):
                 begun.append(self._fill_pack(run))
             run.add(frame)
         return begun if self.loads_packs else self._append_waiting(run)
 
     def end_loaded(self, run: LoadedRun) -> list[Future[Any]]:
         """Let no frame wait any longer; see `append_loaded`."""
-        if self.loads_packs and run.used >= self._pack_bytes // 2:
+        if self.loads_packs and run.used >= self._loaded_pack_bytes // _OWN_PACK:
             return [self._fill_pack(run)]
         return self._append_waiting(run)
 

@@ -51,7 +51,7 @@ def main() -> None:
     try:
         with contextlib.ExitStack() as stack:
             gpu = stack.enter_context(driver.open(options.ordinal))
-            arena = stack.enter_context(PinnedArena(gpu, slots=4 * options.workers))
+            arena = stack.enter_context(PinnedArena(gpu, slots=6 * options.workers))
             code = options.code.read_bytes() if options.code else None
             code = code or load_kernels(gpu.device.capability, folder)
             hasher = stack.enter_context(PieceHasher(gpu, code))

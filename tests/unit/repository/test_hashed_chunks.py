@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -247,7 +247,7 @@ def test_only_zeros(store: Store) -> None:
 
 SMALL_PACKS = StoreOptions(threads=4, compression=Compression.NONE, memory_bytes=400 * MIB)
 PACK_BYTES = 28 * MIB
-"""Of a pack that is loaded with that budget: as many frames as fit 30 MiB."""
+"""Of the longest pack that is loaded with that budget: as many frames as fit 30 MiB."""
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_packs_that_are_loaded_are_like_all_others(directory: Store, tmp_path: P
     _, totals, loader = capture(directory, "a", data)
     assert totals.loaded_bytes == loader.bytes == 60 * MIB + 99
     counts = check_store(tmp_path / "store")
-    assert counts["packs"] == 3
+    assert counts["packs"] > 3
     assert read(directory, "a") == data.tobytes()
     _, totals, _ = capture(directory, "b", data)
     assert totals.loaded_bytes == 0
@@ -281,45 +281,50 @@ def test_loaded_packs_share_an_index(directory: Store, tmp_path: Path) -> None:
 
     Method: the index that says to contain the first one is looked for. Proves: I3.
     """
-    data = random_bytes(17 * PACK_BYTES, 5)
-    capture(directory, "a", data)
+    data = random_bytes(14 * PACK_BYTES, 5)
+    result, _, _ = capture(directory, "a", data)
     indexes = [
         index_format.parse_index(path.read_bytes())
         for path in (tmp_path / "store" / "indexes").rglob("*")
         if path.is_file()
     ]
-    assert sorted(len(index.packs) for index in indexes) == [16, 17]
     first, last = sorted(indexes, key=lambda index: len(index.packs))
+    assert len(first.packs) == 16 < len(last.packs) == result.packed.packs < 32
     assert last.supersedes == (first.root,)
     assert set(first.packs["id"].tolist()) <= set(last.packs["id"].tolist())
 
 
 class Damaging(Loader):
-    """Damages a byte of what it gives."""
+    """Damages bytes of what it gives."""
 
-    def __init__(self, data: np.ndarray, at: int) -> None:
+    def __init__(self, data: np.ndarray, places: Sequence[int]) -> None:
         super().__init__(data)
-        self.at = at
+        self.places = places
 
     @override
     def load(self, offset: int, length: int, into: memoryview) -> None:
         super().load(offset, length, into)
-        if offset <= self.at < offset + length:
-            into[self.at - offset] ^= 1
+        for at in self.places:
+            if offset <= at < offset + length:
+                into[at - offset] ^= 1
 
 
-def damaged_capture(store: Store, data: np.ndarray, at: int, *, check_all: bool) -> None:
+def damaged_capture(
+    store: Store, data: np.ndarray, places: Sequence[int], *, check_all: bool
+) -> None:
     with store.begin("a") as writer:
         with writer.open_file(0, "x.mem", data_class="device") as file:
-            file.write_hashed(hashed(data), Damaging(data, at), check_all=check_all)
+            file.write_hashed(hashed(data), Damaging(data, places), check_all=check_all)
         writer.commit()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 12 * MIB + 5, 24 * MIB + CHUNK - 1, 40 * MIB])
-def test_one_chunk_in_twelve_mebibytes_is_checked(directory: Store, at: int) -> None:
+@pytest.mark.parametrize("begin", [0, 5 * MIB, 23 * MIB + CHUNK, 47 * MIB])
+def test_one_chunk_in_twelve_mebibytes_is_checked(directory: Store, begin: int) -> None:
+    """Goal: wherever so much is damaged that a chunk in it is checked, the capture fails."""
+    places = range(begin + 7, begin + 12 * MIB, CHUNK)
     with pytest.raises(DigestMismatch, match="hashed as"):
-        damaged_capture(directory, random_bytes(64 * MIB, 6), at, check_all=False)
+        damaged_capture(directory, random_bytes(64 * MIB, 6), places, check_all=False)
     with pytest.raises(RefNotFound):
         directory.snapshot("a")
 
@@ -333,7 +338,7 @@ def test_what_nobody_checked_a_strong_reader_refuses(directory: Store, tmp_path:
     """
     data = random_bytes(64 * MIB, 6)
     at = 6 * MIB
-    damaged_capture(directory, data, at, check_all=False)
+    damaged_capture(directory, data, [at], check_all=False)
     with snapstore.open_store(
         str(tmp_path / "store"), dataclasses.replace(SMALL_PACKS, integrity=Integrity.FAST)
     ) as fast:
@@ -344,7 +349,7 @@ def test_what_nobody_checked_a_strong_reader_refuses(directory: Store, tmp_path:
     for path in (tmp_path / "store" / "packs").rglob("*"):
         assert path.is_dir() or blake3(path.read_bytes()).hexdigest() == path.name
     with pytest.raises(DigestMismatch, match="hashed as"):
-        damaged_capture(directory, random_bytes(64 * MIB, 7), at, check_all=True)
+        damaged_capture(directory, random_bytes(64 * MIB, 7), [at], check_all=True)
 
 
 @pytest.mark.slow
@@ -354,12 +359,12 @@ def test_a_name_that_damage_has_is_not_used(directory: Store, tmp_path: Path) ->
     capture(directory, "a", data)
     other = tmp_path / "other"
     with snapstore.init_store(str(other), SMALL_PACKS) as store:
-        (name,) = [path.name for path in (tmp_path / "store" / "packs").glob("*/*")]
+        name, *more = [path.name for path in (tmp_path / "store" / "packs").glob("*/*")]
         PosixBackend(other).put_new(ObjectKind.PACK, name, [b"other"])
         result, _, _ = capture(store, "a", data)
         assert read(store, "a") == data.tobytes()
     names = {path.name: path.read_bytes() for path in (other / "packs").glob("*/*")}
     assert names.pop(name) == b"other"
-    ((salted, stored),) = names.items()
-    assert blake3(stored).hexdigest() == salted
-    assert len(stored) == result.packed.pack_bytes
+    assert {*more} < {*names}
+    assert all(blake3(stored).hexdigest() == one for one, stored in names.items())
+    assert sum(map(len, names.values())) == result.packed.pack_bytes
