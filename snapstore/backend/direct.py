@@ -28,6 +28,9 @@ _WRITE_BYTES_MIN = 1 * MIB
 
 _BOUNCE_BYTES = 1 * MIB
 
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EFAULT})
+"""What is not aligned, or not as the device wants it; and memory of a kind that none can read."""
+
 
 def page_aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
     """Make a buffer that the system can move past the page cache; its content is undefined."""
@@ -79,17 +82,18 @@ class PlacedWriter:
         Raises:
             OSError: They could not be written; a beginning of them may have been.
         """
-        # It may stay as it was for less: many file systems take that as well.
+        is_aligned = offset % PAGE_BYTES == 0 and all(map(_is_aligned, pieces))
+        # For less it may stay as it was: many file systems take that as well.
         if sum(piece.nbytes for piece in pieces) >= _WRITE_BYTES_MIN:
-            self._set_direct(direct=offset % PAGE_BYTES == 0 and all(map(_is_aligned, pieces)))
+            self._set_direct(direct=is_aligned)
         left = [piece for piece in pieces if piece.nbytes]
         while left:
             try:
                 written = self._files.pwritev(self.fd, left[:IOV_MAX], offset)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._is_direct:
+                if error.errno not in _NOT_DIRECT or not self._is_direct:
                     raise
-                # This is not aligned, or the file system or device wants more than pages.
+                self._may_be_direct = not is_aligned
                 self._set_direct(direct=False)
                 continue
             drop_written(left, written)
@@ -98,7 +102,7 @@ class PlacedWriter:
     def _set_direct(self, *, direct: bool) -> None:
         if direct != self._is_direct and (self._may_be_direct or not direct):
             self._is_direct = self._files.set_direct(self.fd, direct=direct)
-            self._may_be_direct = self._is_direct == direct
+            self._may_be_direct = self._may_be_direct and self._is_direct == direct
 
 
 def read_aligned(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:
