@@ -267,7 +267,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 0
     gpu_pinned_bytes: Annotated[
         str,
-        msgspec.Meta(description="Page-locked memory for each GPU; empty: 8 MiB for each thread"),
+        msgspec.Meta(description="Page-locked memory for each GPU; empty: 24 MiB for each thread"),
     ] = ""
     gpu_registered_bytes: Annotated[
         str,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from snapstore.options import Compression, Integrity, StoreOptions
     from snapstore.progress import Progress, ProgressCallback
     from snapstore.repository.arriving_file import FileWriter, HashedTotals
+    from snapstore.repository.chunk_source import ChunkSource, PartGroups, Span
     from snapstore.repository.diff import DiffBytes, SnapshotDiff, StreamDiff
     from snapstore.repository.file_pieces import FileChunks, FilePiece
     from snapstore.repository.file_ranges import FileRange
@@ -50,6 +51,7 @@ __all__ = [
     "CacheStats",
     "CacheTier",
     "CachedFile",
+    "ChunkSource",
     "Compression",
     "Described",
     "DescribedFile",
@@ -68,6 +70,7 @@ __all__ = [
     "NodeCache",
     "ObjectTotals",
     "PageRun",
+    "PartGroups",
     "Progress",
     "ProgressCallback",
     "PullResult",
@@ -87,6 +90,7 @@ __all__ = [
     "SnapshotRef",
     "SnapshotSummary",
     "SnapshotWriter",
+    "Span",
     "Store",
     "StoreOptions",
     "StoreStats",
@@ -131,6 +135,9 @@ _HOMES = {
     "ProgressCallback": "snapstore.progress",
     "FileWriter": "snapstore.repository.arriving_file",
     "HashedChunks": "snapstore.repository.hashed_chunks",
+    "ChunkSource": "snapstore.repository.chunk_source",
+    "PartGroups": "snapstore.repository.chunk_source",
+    "Span": "snapstore.repository.chunk_source",
     "HashedTotals": "snapstore.repository.arriving_file",
     "DiffBytes": "snapstore.repository.diff",
     "SnapshotDiff": "snapstore.repository.diff",

@@ -1,37 +1,31 @@
 """Memory of one GPU into a snapshot: hashed there, so that only what the store lacks comes over.
 
 The workload has released the memory, so nothing changes it meanwhile. What it hashes to on the GPU
-is believed where the store has such chunks; of what comes over, one chunk in each window is hashed
+is believed where the store has such chunks; of what comes over, one chunk in each 12 MiB is hashed
 again on the way into the store, or all if that is asked for (`FileWriter.write_hashed`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from snapagent.gpu.arena import SLOT_BYTES
+from snapagent.gpu.capture_source import CaptureLanes, DeviceSource
 from snapagent.gpu.checking import zero_digests
 from snapstore import DEVICE_CHUNK_BYTES, HashedChunks
 from snapstore.clock import SystemClock
-from snapstore.errors import Interrupted
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
 
-    from snapagent.gpu.arena import PinnedArena, Slot
-    from snapagent.gpu.driver import Gpu, Lane
+    from snapagent.gpu.arena import PinnedArena
+    from snapagent.gpu.driver import Gpu
     from snapagent.gpu.hashing import PieceHasher
-    from snapstore import FileWriter
+    from snapstore import ChunkSource, FileWriter
 
 __all__ = ["CaptureReport", "GpuCapture"]
-
-_SLOTS: Final = 2
 
 
 @dataclass(slots=True)
@@ -71,14 +65,9 @@ class GpuCapture:
             check_all: See `FileWriter.write_hashed`.
         """
         self._check_all = check_all
-        self._gpu = gpu
-        self._arena = arena
         self._hasher = hasher
         self._clock = SystemClock()
-        self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
-        self._stack = contextlib.ExitStack()
-        for _ in range(max(1, arena.slots // _SLOTS)):
-            self._lanes.put(self._stack.enter_context(gpu.lane(_SLOTS)))
+        self._lanes = CaptureLanes(gpu, arena, hasher)
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +77,7 @@ class GpuCapture:
 
     def close(self) -> None:
         """Give the streams back. Idempotent."""
-        self._stack.close()
+        self._lanes.close()
 
     def store(
         self, address: int, length: int, file: FileWriter, *, stop: threading.Event
@@ -103,66 +92,26 @@ class GpuCapture:
         """
         begin = self._clock.monotonic_s()
         report = CaptureReport(bytes=length)
-
-        def load(offset: int, count: int, into: memoryview) -> None:
-            if stop.is_set():
-                raise Interrupted("the capture was stopped")
-            self._copy_out(address + offset, count, into)
-
+        source = DeviceSource(self._lanes, address, stop)
         if self._hasher is None:
-            self._store_bytes(length, file, load)
+            _store_bytes(length, file, source)
             report.copied_bytes = length
         else:
             chunks = _hashed(self._hasher, address, length)
             report.hash_s = self._clock.monotonic_s() - begin
-            totals = file.write_hashed(chunks, load, check_all=self._check_all)
+            totals = file.write_hashed(chunks, source, check_all=self._check_all)
             report.copied_bytes = totals.loaded_bytes
         report.seconds = self._clock.monotonic_s() - begin
         return report
 
-    def _store_bytes(
-        self, length: int, file: FileWriter, load: Callable[[int, int, memoryview], None]
-    ) -> None:
-        while file.size_bytes < length:
-            left = length - file.size_bytes
-            with file.buffer() as room, room[:left] as view:
-                count = view.nbytes
-                load(file.size_bytes, count, view)
-            file.advance(count)
 
-    def _copy_out(self, device: int, length: int, into: memoryview) -> None:
-        """Copy device memory to memory that is not page-locked: one part while the next comes."""
-        lane = self._lanes.get()
-        try:
-            with self._arena.borrow(_SLOTS) as slots:
-                lane.bind()
-                try:
-                    _copy_by_slots(lane, device, length, into, slots)
-                finally:
-                    lane.finish()
-        finally:
-            self._lanes.put(lane)
-
-
-def _copy_by_slots(
-    lane: Lane, device: int, length: int, into: memoryview, slots: list[Slot]
-) -> None:
-    target = np.frombuffer(into, np.uint8)
-    part = min(SLOT_BYTES, max(length // _SLOTS, 1))
-    begins = range(0, length, part)
-    for number in range(len(begins) + 1):
-        if number < len(begins):
-            begin = begins[number]
-            count = min(part, length - begin)
-            lane.copy_out(number % _SLOTS, slots[number % _SLOTS].address, device + begin, count)
-        if number:
-            begin, before = begins[number - 1], (number - 1) % _SLOTS
-            lane.wait(before)
-            _take(target, begin, min(part, length - begin), slots[before])
-
-
-def _take(target: np.ndarray, begin: int, count: int, slot: Slot) -> None:
-    np.copyto(target[begin : begin + count], np.frombuffer(slot.view[:count], np.uint8))
+def _store_bytes(length: int, file: FileWriter, source: ChunkSource) -> None:
+    while file.size_bytes < length:
+        left = length - file.size_bytes
+        with file.buffer() as room, room[:left] as view:
+            count = view.nbytes
+            source.load(file.size_bytes, count, view)
+        file.advance(count)
 
 
 def _hashed(hasher: PieceHasher, address: int, length: int) -> HashedChunks:

@@ -321,8 +321,15 @@ class Gpu:
         Raises:
             GpuFailed: It returned an error.
         """
-        self.driver.call("cuCtxSetCurrent", self._context, of=self._of)
+        self._call_quickly("cuCtxSetCurrent", self._context)
         self.driver.call(function, *arguments, of=self._of)
+
+    def _call_quickly(self, function: str, *arguments: Any) -> None:  # noqa: ANN401 - as C has them
+        """Call a function that never waits, without letting other threads run meanwhile."""
+        library = self.driver.library
+        code = library.quick(function)(*arguments)
+        if code:
+            raise gpu_failed(CudaCallError(function, code, library.error_name(code)), self._of)
 
     def memory_info(self) -> tuple[int, int]:
         """Return how many bytes are free, and how many there are."""
@@ -423,17 +430,32 @@ class Gpu:
 
     # -- copies and kernels: begun when these return, done when the stream is ---------------------
 
-    def copy_in(self, to: int, host: int, length: int, stream: int) -> None:
-        """Copy from host memory, which stays as it is until the stream is done with it."""
-        self.call("cuMemcpyHtoDAsync_v2", to, host, length, stream)
+    def copy_in(
+        self, to: int, host: int, length: int, stream: int, *, is_locked: bool = False
+    ) -> None:
+        """Copy from host memory, which stays as it is until the stream is done with it.
 
-    def copy_out(self, host: int, device: int, length: int, stream: int) -> None:
-        """Copy to host memory."""
-        self.call("cuMemcpyDtoHAsync_v2", host, device, length, stream)
+        With `is_locked` it is page-locked, and this does not wait.
+        """
+        self._copy("cuMemcpyHtoDAsync_v2", (to, host, length, stream), is_locked=is_locked)
+
+    def copy_out(
+        self, host: int, device: int, length: int, stream: int, *, is_locked: bool = False
+    ) -> None:
+        """Copy to host memory; see `copy_in`."""
+        self._copy("cuMemcpyDtoHAsync_v2", (host, device, length, stream), is_locked=is_locked)
+
+    def _copy(self, function: str, arguments: tuple[int, ...], *, is_locked: bool) -> None:
+        if is_locked:
+            self._call_quickly("cuCtxSetCurrent", self._context)
+            self._call_quickly(function, *arguments)
+        else:
+            self.call(function, *arguments)
 
     def copy_within(self, to: int, device: int, length: int, stream: int) -> None:
         """Copy from device memory to device memory."""
-        self.call("cuMemcpyDtoDAsync_v2", to, device, length, stream)
+        self._call_quickly("cuCtxSetCurrent", self._context)
+        self._call_quickly("cuMemcpyDtoDAsync_v2", to, device, length, stream)
 
     def fill(self, to: int, value: int, length: int, stream: int) -> None:
         """Set bytes of device memory to a value."""
@@ -469,7 +491,10 @@ class Gpu:
         pointers = (ctypes.c_void_p * max(1, len(arguments)))(
             *(ctypes.addressof(one) for one in arguments)
         )
-        self.call("cuLaunchKernel", function, *grid, *block, shared_bytes, stream, pointers, None)
+        self._call_quickly("cuCtxSetCurrent", self._context)
+        self._call_quickly(
+            "cuLaunchKernel", function, *grid, *block, shared_bytes, stream, pointers, None
+        )
 
     def lane(self, places: int, *, blocking: bool = False) -> Lane:
         """Make a stream for one thread at a time; that takes milliseconds, so keep it.
@@ -481,7 +506,7 @@ class Gpu:
         return Lane(self, places, blocking=blocking)
 
     def _is_done(self, function: str, what: int) -> bool:
-        self.driver.call("cuCtxSetCurrent", self._context, of=self._of)
+        self._call_quickly("cuCtxSetCurrent", self._context)
         code = self.driver.library.code(function, what)
         if code not in {libcuda.SUCCESS, libcuda.NOT_READY}:
             name = self.driver.library.error_name(code)

@@ -27,7 +27,7 @@ __all__ = ["GpuEngine", "GpuEngines", "GpuSettings"]
 
 _WORKERS_MAX: Final = 12
 """More get less: what they have in hand does not fit the processor's cache."""
-_SLOTS_PER_WORKER: Final = 2
+_SLOTS_PER_WORKER: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class GpuSettings:
     Attributes:
         workers: Threads for each GPU; 0 means its share of the usable cores, at most 12 for one GPU
             and 6 for each of several.
-        pinned_bytes: Page-locked memory for each GPU; 0 means two slots of 4 MiB for each thread.
+        pinned_bytes: Page-locked memory for each GPU; 0 means six slots of 4 MiB for each thread.
         part_bytes: How much of a raw frame is read at a time; 0 for all of it.
         registered_bytes: How much of a node cache may be page-locked, for all GPUs together.
         kernels: Where compiled kernels are kept.

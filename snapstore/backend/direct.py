@@ -15,18 +15,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from snapstore.backend.files import FileCalls, write_all
+from snapstore.backend.files import IOV_MAX, FileCalls, drop_written, write_all
 from snapstore.units import MIB, PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["copy_bytes", "page_aligned", "read_aligned", "takes_unaligned", "write_direct"]
+__all__ = [
+    "PlacedWriter",
+    "copy_bytes",
+    "page_aligned",
+    "read_aligned",
+    "takes_unaligned",
+    "write_direct",
+]
 
 _WRITE_BYTES_MIN = 1 * MIB
 """Less is not worth two system calls, and is likely to be read again soon."""
 
 _BOUNCE_BYTES = 1 * MIB
+
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EFAULT})
+"""What is not aligned, or not as the device wants it; and memory of a kind that none can read."""
 
 
 def page_aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -72,6 +82,47 @@ def write_direct(files: FileCalls, fd: int, views: Sequence[memoryview]) -> None
     files.set_direct(fd, direct=False)
     rest = [views[0][done:], *views[1:]]
     write_all(files, fd, [view for view in rest if view.nbytes])
+
+
+class PlacedWriter:
+    """Writes to one file at any places; what is long and aligned goes past the page cache.
+
+    The descriptor is used by nobody else meanwhile. One thread at a time.
+    """
+
+    def __init__(self, files: FileCalls, fd: int) -> None:
+        self.fd = fd
+        self._files = files
+        self._is_direct = False
+        self._may_be_direct = True
+
+    def write(self, offset: int, pieces: Sequence[memoryview]) -> None:
+        """Write all bytes of all pieces, one after the other.
+
+        Raises:
+            OSError: They could not be written; a beginning of them may have been.
+        """
+        is_aligned = offset % PAGE_BYTES == 0 and all(map(_is_aligned, pieces))
+        # For less it may stay as it was: many file systems take that as well.
+        if sum(piece.nbytes for piece in pieces) >= _WRITE_BYTES_MIN:
+            self._set_direct(direct=is_aligned)
+        left = [piece for piece in pieces if piece.nbytes]
+        while left:
+            try:
+                written = self._files.pwritev(self.fd, left[:IOV_MAX], offset)
+            except OSError as error:
+                if error.errno not in _NOT_DIRECT or not self._is_direct:
+                    raise
+                self._may_be_direct = not is_aligned
+                self._set_direct(direct=False)
+                continue
+            drop_written(left, written)
+            offset += written
+
+    def _set_direct(self, *, direct: bool) -> None:
+        if direct != self._is_direct and (self._may_be_direct or not direct):
+            self._is_direct = self._files.set_direct(self.fd, direct=direct)
+            self._may_be_direct = self._may_be_direct and self._is_direct == direct
 
 
 def read_aligned(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:
@@ -146,6 +197,10 @@ def _fill(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:
             break
         done += count
     return done
+
+
+def _is_aligned(view: memoryview) -> bool:
+    return view.nbytes % PAGE_BYTES == 0 and _aligned_bytes(view) == view.nbytes
 
 
 def _aligned_bytes(view: memoryview) -> int:

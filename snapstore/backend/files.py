@@ -28,16 +28,18 @@ if TYPE_CHECKING:
     from snapstore.units import BytesLike
 
 __all__ = [
+    "IOV_MAX",
     "FileCalls",
     "FileStat",
     "OsFileCalls",
     "as_views",
+    "drop_written",
     "read_full",
     "translate_os_error",
     "write_all",
 ]
 
-_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
+IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))
 
 _NOT_FOUND = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 _DENIED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -105,6 +107,10 @@ class FileCalls(Protocol):
         """Write a prefix of the pieces at the descriptor's position."""
         ...
 
+    def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        """Write a prefix of the pieces at an offset; the descriptor's position stays."""
+        ...
+
     def set_direct(self, fd: int, *, direct: bool) -> bool:
         """Let reads and writes bypass the page cache, or no longer; say whether they now do.
 
@@ -164,6 +170,10 @@ class OsFileCalls:
     def writev(self, fd: int, pieces: Sequence[memoryview]) -> int:
         """See `FileCalls.writev`."""
         return os.writev(fd, pieces)
+
+    def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        """See `FileCalls.pwritev`."""
+        return os.pwritev(fd, pieces, offset)
 
     def set_direct(self, fd: int, *, direct: bool) -> bool:
         """See `FileCalls.set_direct`."""
@@ -247,16 +257,24 @@ def write_all(files: FileCalls, fd: int, views: Sequence[memoryview]) -> None:
     """Write all bytes of all views in as few calls as the system allows."""
     start = 0
     while start < len(views):
-        batch = list(views[start : start + _IOV_MAX])
+        batch = list(views[start : start + IOV_MAX])
         start += len(batch)
         while batch:
-            written = files.writev(fd, batch)
-            if written == 0:
-                raise OSError(errno.EIO, "the file system took no bytes and gave no reason")
-            while batch and written >= batch[0].nbytes:
-                written -= batch.pop(0).nbytes
-            if batch and written:
-                batch[0] = batch[0][written:]
+            drop_written(batch, files.writev(fd, batch))
+
+
+def drop_written(views: list[memoryview], written: int) -> None:
+    """Leave what a call of the system that took so many bytes has not written yet.
+
+    Raises:
+        OSError: It took none.
+    """
+    if written == 0:
+        raise OSError(errno.EIO, "the file system took no bytes and gave no reason")
+    while views and written >= views[0].nbytes:
+        written -= views.pop(0).nbytes
+    if views and written:
+        views[0] = views[0][written:]
 
 
 def read_full(files: FileCalls, fd: int, offset: int, into: memoryview) -> int:

@@ -29,6 +29,7 @@ from snapstore.backend.files import (
     translate_os_error,
 )
 from snapstore.backend.layout import object_text
+from snapstore.backend.posix_draft import PosixDraft
 from snapstore.backend.posix_publish import publish, sweep, temporary
 from snapstore.backend.posix_tree import Tree, make_root, tries
 from snapstore.clock import Clock, SystemClock
@@ -222,6 +223,16 @@ class PosixBackend:
             if error.errno == errno.ENOENT:
                 raise TransientBackendError(f"{doing}: the store's directory went away") from error
             raise translate_os_error(error, doing) from error
+
+    def begin_draft(self) -> PosixDraft:
+        """See `snapstore.backend.drafts`.
+
+        Raises:
+            AccessDenied: The store is open for reading only.
+        """
+        self._require_writable("write an object that has no name yet")
+        # What we hold open under a name that is given is an older file, since deleted.
+        return PosixDraft(self._tree, self._descriptors.forget)
 
     def delete(self, kind: ObjectKind, name: str) -> None:
         """See `Backend.delete`. A power loss may bring the object back, whole."""

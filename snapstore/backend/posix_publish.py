@@ -27,9 +27,19 @@ from snapstore.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Temporary", "publish", "sweep", "temporary"]
+__all__ = [
+    "Temporary",
+    "create_temporary",
+    "finish_temporary",
+    "new_temporary_key",
+    "open_temporary",
+    "publish",
+    "sweep",
+    "temporary",
+]
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+_REOPEN_FLAGS = os.O_WRONLY | os.O_NOFOLLOW
 _TEMPORARY = re.compile(r"put-[0-9a-f]{32}")
 _NO_LINKS = frozenset(
     {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
@@ -40,7 +50,13 @@ _NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Temporary:
-    """A finished, durable file in `tmp/` and what it holds."""
+    """A finished, durable file in `tmp/` and what it holds.
+
+    Attributes:
+        key: Where it is.
+        stat: Of the complete file.
+        views: Its bytes; not needed for an object that is named by its content.
+    """
 
     key: str
     stat: FileStat
@@ -53,8 +69,8 @@ def temporary(tree: Tree, views: Sequence[memoryview]) -> Iterator[Temporary]:
 
     A name that cannot be removed is garbage for `sweep`; it changes nothing about the result.
     """
-    key = f"{layout.TEMPORARIES}/put-{secrets.token_hex(16)}"
-    fd = _create(tree, key)
+    key = new_temporary_key()
+    fd = create_temporary(tree, key)
     try:
         yield Temporary(key, _write(tree, fd, views), views)
     finally:
@@ -90,7 +106,13 @@ def sweep(tree: Tree, older_than_s: float) -> int:
         return sum(_remove_if_older(tree, key, limit_ns) for key in keys if key != probe.key)
 
 
-def _create(tree: Tree, key: str) -> int:
+def new_temporary_key() -> str:
+    """Choose a key for a temporary file that no other writer has."""
+    return f"{layout.TEMPORARIES}/put-{secrets.token_hex(16)}"
+
+
+def create_temporary(tree: Tree, key: str) -> int:
+    """Make a temporary file and open it for writing; it must not exist."""
     try:
         return tree.files.open(tree.path(key), _CREATE_FLAGS)
     except OSError as error:
@@ -100,17 +122,34 @@ def _create(tree: Tree, key: str) -> int:
     return tree.files.open(tree.path(key), _CREATE_FLAGS)
 
 
+def open_temporary(tree: Tree, key: str) -> int:
+    """Open a temporary file once more for writing."""
+    return tree.files.open(tree.path(key), _REOPEN_FLAGS)
+
+
 def _write(tree: Tree, fd: int, views: Sequence[memoryview]) -> FileStat:
     """Write, sync and close a new file; its attributes are those of a complete one."""
     try:
         write_direct(tree.files, fd, views)
+    except BaseException:
+        tree.close_quietly(fd)
+        raise
+    return finish_temporary(tree, fd, sum(view.nbytes for view in views))
+
+
+def finish_temporary(tree: Tree, fd: int, size_bytes: int) -> FileStat:
+    """Sync and close a file that was written; its attributes are those of a complete one.
+
+    Raises:
+        OSError: Its bytes are lost, or it has not as many.
+    """
+    try:
         tree.files.fsync(fd)
         found = tree.files.fstat(fd)
     except BaseException:
         tree.close_quietly(fd)
         raise
     tree.files.close(fd)
-    size_bytes = sum(view.nbytes for view in views)
     if found.size_bytes != size_bytes:
         raise OSError(errno.EIO, f"{found.size_bytes} bytes stored of {size_bytes}")
     return found

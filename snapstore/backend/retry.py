@@ -84,29 +84,30 @@ class RetryingBackend:
 
     def get_range(self, kind: ObjectKind, name: str, offset: int, into: memoryview) -> None:
         """See `Backend.get_range`."""
-        self._try(lambda: self._inner.get_range(kind, name, offset, into))
+        self.attempt(lambda: self._inner.get_range(kind, name, offset, into))
 
     def put_new(self, kind: ObjectKind, name: str, pieces: Sequence[BytesLike]) -> None:
         """See `Backend.put_new`."""
-        self._try(lambda: self._inner.put_new(kind, name, pieces))
+        self.attempt(lambda: self._inner.put_new(kind, name, pieces))
 
     def stat(self, kind: ObjectKind, name: str) -> ObjectInfo:
         """See `Backend.stat`."""
-        return self._try(lambda: self._inner.stat(kind, name))
+        return self.attempt(lambda: self._inner.stat(kind, name))
 
     def list(self, kind: ObjectKind, prefix: str = "") -> Iterator[ObjectInfo]:
         """See `Backend.list`. Complete before the first item, so that no name comes twice."""
-        yield from self._try(lambda: [*self._inner.list(kind, prefix)])
+        yield from self.attempt(lambda: [*self._inner.list(kind, prefix)])
 
     def delete(self, kind: ObjectKind, name: str) -> None:
         """See `Backend.delete`."""
-        self._try(lambda: self._inner.delete(kind, name))
+        self.attempt(lambda: self._inner.delete(kind, name))
 
     def close(self) -> None:
         """See `Backend.close`. Tried once."""
         self._inner.close()
 
-    def _try(self, operation: Callable[[], _Result]) -> _Result:
+    def attempt(self, operation: Callable[[], _Result]) -> _Result:
+        """Run an operation that may be repeated from its start, and repeat it if need be."""
         start_s = self._clock.monotonic_s()
         failures = 0
         while True:

@@ -89,6 +89,19 @@ def encode_footer(frames: Rows, chunks: Rows, *, offset: int, salt: bytes | None
     return footer.to_bytes() + _TRAILER.pack(offset, footer.length, 0, TRAILER_MAGIC)
 
 
+def footer_bytes_max(frames: int, chunks: int) -> int:
+    """How long footer and trailer of a pack can be, salt included."""
+    sections = 3
+    return (
+        limits.ENVELOPE_HEADER_BYTES
+        + sections * (limits.DIRECTORY_ENTRY_BYTES + limits.ALIGNMENT_SECTION_BYTES)
+        + frames * limits.PACK_FRAME_ROW_BYTES
+        + chunks * limits.PACK_CHUNK_ROW_BYTES
+        + limits.PACK_SALT_BYTES
+        + limits.PACK_TRAILER_BYTES
+    )
+
+
 def parse_trailer(tail: BytesLike, *, pack_length: int) -> tuple[int, int]:
     """Read the last 32 bytes of a pack: offset and length of its footer.
 

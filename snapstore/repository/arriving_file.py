@@ -7,27 +7,29 @@ on parts of windows, which are cut as whole windows would be (`chunking/parts.py
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import threading
-from concurrent.futures import wait
-from typing import TYPE_CHECKING, Self
+from concurrent.futures import CancelledError, wait
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from snapstore.backend.direct import page_aligned
 from snapstore.chunking.parts import PART_BYTES_MIN, divide
-from snapstore.errors import Interrupted, UsageError
+from snapstore.errors import UsageError
 from snapstore.fstree import show_path
+from snapstore.repository.chunk_source import Loads
 from snapstore.repository.file_streams import SMALL_FILE_BYTES
 from snapstore.repository.hashed_chunks import (
     ASKED_ROWS,
     HashedChunks,
-    LoadFrame,
     check_hashed,
     divide_hashed,
 )
 from snapstore.repository.ingest import IngestStream, window_data
+from snapstore.repository.loaded_pack import LoadedRun
 from snapstore.repository.windows import WINDOW_BYTES, Window
 from snapstore.units import KIB, MIB
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from snapstore.chunking.base import Before
+    from snapstore.repository.chunk_source import ChunkSource
     from snapstore.repository.hashed_chunks import HashedWindow
     from snapstore.repository.ingest import IngestJob
     from snapstore.repository.window_feed import WindowFeed
@@ -55,8 +58,9 @@ __all__ = [
 HELD_BYTES_MIN = PART_BYTES_MIN + 4 * KIB
 """What a file that is open may always collect: more than a small file has."""
 
-_STORED_ROWS = 1024
-"""Chunks handed to the pipeline at a time: what others hand to it waits no longer than that."""
+_LOADING_MAX = 256
+"""Packs or frames that wait to be loaded: enough to keep all threads busy, few enough to remember
+what each of them is."""
 
 _HELD_BYTES_MAX = 1 * MIB
 """Beyond this, copying costs more than the waiting saves."""
@@ -126,36 +130,6 @@ class HashedTotals:
 
     bytes: int = 0
     loaded_bytes: int = 0
-
-
-class _Loads:
-    """Counts what is loaded, and sees that nothing is any more. Thread-safe."""
-
-    def __init__(self, load: Callable[[int, int, memoryview], None]) -> None:
-        self._load = load
-        self._changed = threading.Condition()
-        self._under_way = 0
-        self._is_closed = False
-        self.bytes = 0
-
-    def __call__(self, offset: int, length: int, into: memoryview) -> None:
-        with self._changed:
-            if self._is_closed:
-                raise Interrupted("the file is not written any more")
-            self._under_way += 1
-        try:
-            self._load(offset, length, into)
-        finally:
-            with self._changed:
-                self._under_way -= 1
-                self.bytes += length
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Begin nothing more, and wait for what is under way."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.wait_for(lambda: not self._under_way)
 
 
 class FileWriter:
@@ -244,7 +218,7 @@ class FileWriter:
     def write_hashed(
         self,
         chunks: HashedChunks,
-        load: Callable[[int, int, memoryview], None],
+        source: ChunkSource,
         *,
         check_all: bool = True,
     ) -> HashedTotals:
@@ -257,8 +231,8 @@ class FileWriter:
 
         Args:
             chunks: What follows in the file.
-            load: Called with an offset in the file, a length and a buffer of that length, which it
-                fills; on several threads at once.
+            source: Has their bytes; it is asked for them on several threads at once, and not after
+                this has returned.
             check_all: Without it one chunk of each 4 to 12 MiB is hashed again, which finds out
                 whoever hashes wrongly, and not who has one chunk wrong: a reader with strong
                 integrity refuses that one, in this snapshot and in all that share it.
@@ -266,7 +240,7 @@ class FileWriter:
         Raises:
             UsageError: They cannot be chunks, the file is closed, or bytes of it came otherwise.
             DigestMismatch: What was loaded is not what was hashed.
-            SnapError: The writing failed or was aborted, or whatever `load` raises.
+            SnapError: The writing failed or was aborted, or whatever `source` raises.
         """
         self._check_open()
         check_hashed(chunks)
@@ -278,21 +252,21 @@ class FileWriter:
         self._is_hashed = True
         if self._stream is None:
             self._stream = self._landing.begin()
-        return self._write_hashed(self._stream, chunks, load, check_all=check_all)
+        return self._write_hashed(self._stream, chunks, source, check_all=check_all)
 
     def _write_hashed(
         self,
         stream: IngestStream,
         chunks: HashedChunks,
-        load: Callable[[int, int, memoryview], None],
+        source: ChunkSource,
         *,
         check_all: bool,
     ) -> HashedTotals:
         if self._landing.feed.stores_hashed:
-            return self._store_hashed(stream, chunks, load, check_all=check_all)
+            return self._store_hashed(stream, chunks, source, check_all=check_all)
         loading: list[IngestJob] = []
         try:
-            divide = functools.partial(divide_hashed, load=load, check_all=check_all)
+            divide = functools.partial(divide_hashed, load=source.load, check_all=check_all)
             totals = self._submit_hashed(stream, chunks, divide, loading)
         finally:
             # Whatever went wrong, nothing may be loaded any more when this returns.
@@ -305,24 +279,29 @@ class FileWriter:
         self,
         stream: IngestStream,
         chunks: HashedChunks,
-        load: Callable[[int, int, memoryview], None],
+        source: ChunkSource,
         *,
         check_all: bool,
     ) -> HashedTotals:
         totals = HashedTotals()
-        loading: list[Future[None]] = []
-        loads = _Loads(load)
+        feed = self._landing.feed
+        loads = Loads(source, check_all=check_all)
+        run = LoadedRun(loads, left_bytes=int(chunks.lengths.sum()))
+        loading: collections.deque[Future[Any]] = collections.deque()
         try:
-            for begin in range(0, len(chunks.lengths), _STORED_ROWS):
-                rows = slice(begin, begin + _STORED_ROWS)
-                some = HashedChunks(chunks.lengths[rows], chunks.ids[rows], chunks.zeros[rows])
-                frame = LoadFrame(loads, self._offset, check_all=check_all)
-                loading += self._landing.feed.store_hashed(stream, some, frame)
+            for some in _batches(chunks, feed.hashed_rows):
+                loading += feed.store_hashed(stream, some, run, self._offset)
                 size = int(some.lengths.sum())
                 self._offset += size
                 totals.bytes += size
+                while len(loading) > _LOADING_MAX:
+                    loading.popleft().result()
+            loading += feed.end_hashed(run)
             for one in loading:
                 one.result()
+        except CancelledError:
+            feed.check()
+            raise
         finally:
             # Whatever went wrong, nothing may be loaded any more when this returns.
             loads.close()
@@ -338,9 +317,7 @@ class FileWriter:
     ) -> HashedTotals:
         totals = HashedTotals()
         feed = self._landing.feed
-        for begin in range(0, len(chunks.lengths), ASKED_ROWS):
-            rows = slice(begin, begin + ASKED_ROWS)
-            some = HashedChunks(chunks.lengths[rows], chunks.ids[rows], chunks.zeros[rows])
+        for some in _batches(chunks, ASKED_ROWS):
             for hashed in divide(some, feed.ask(some), base=self._offset):
                 buffer = feed.acquire() if hashed.spans else np.empty(0, np.uint8)
                 window = Window(hashed.length, None, hashed=hashed)
@@ -476,6 +453,15 @@ class FileWriter:
             self._landing.feed.leave_place()
             self._has_place = False
         self._landing.ended(size_bytes)
+
+
+def _batches(chunks: HashedChunks, rows: int) -> Iterator[HashedChunks]:
+    """Divide chunks; there are fewer in the first batch, so that whoever loads can begin."""
+    begin, end = 0, min(rows, ASKED_ROWS)
+    while begin < len(chunks.lengths):
+        some = slice(begin, end)
+        yield HashedChunks(chunks.lengths[some], chunks.ids[some], chunks.zeros[some])
+        begin, end = end, end + rows
 
 
 def is_loaded(_: ByteArray) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from snapstore.units import KIB, MIB
 if TYPE_CHECKING:
     from snapstore.repository.frames import Numbers
 
-__all__ = ["FramePlan", "plan_frames"]
+__all__ = ["FramePlan", "RawFrames", "plan_frames", "plan_raw_frames"]
 
 RAW_FRAME_BYTES = 4 * MIB
 CODED_FRAME_BYTES = 1 * MIB
@@ -42,6 +43,47 @@ class FramePlan:
     texture: int
     phase: int
     length: int
+
+
+class RawFrames(NamedTuple):
+    """Frames of chunks whose texture nobody asks for.
+
+    Attributes:
+        firsts: Which is the first chunk of each.
+        spans: Of each, `(start, end)` of the runs of bytes that make it up.
+    """
+
+    firsts: Numbers
+    spans: list[list[tuple[int, int]]]
+
+
+def plan_raw_frames(starts: Numbers, ends: Numbers) -> RawFrames:
+    """Group new chunks, of which there are some, into frames that are as long as they can be.
+
+    As `plan_frames` does for chunks without texture, without looking at each of them in turn.
+    """
+    firsts = _firsts(ends - starts)
+    joint = np.ones(len(starts), np.bool_)
+    joint[1:] = starts[1:] != ends[:-1]
+    joint[firsts] = True
+    heads = np.flatnonzero(joint)
+    tails = np.append(heads[1:], len(starts)) - 1
+    runs = list(zip(starts[heads].tolist(), ends[tails].tolist(), strict=True))
+    bounds = [*np.searchsorted(heads, firsts).tolist(), len(runs)]
+    return RawFrames(firsts, [runs[a:b] for a, b in itertools.pairwise(bounds)])
+
+
+def _firsts(lengths: Numbers) -> Numbers:
+    """Where frames begin that take chunks for as long as these fit."""
+    done = np.cumsum(lengths)
+    firsts = []
+    first = before = 0
+    while first < len(lengths):
+        firsts.append(first)
+        fitting = int(np.searchsorted(done, before + RAW_FRAME_BYTES, side="right"))
+        first = max(fitting, first + 1)
+        before = int(done[first - 1])
+    return np.array(firsts, np.int64)
 
 
 def plan_frames(

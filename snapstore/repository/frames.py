@@ -129,6 +129,11 @@ class FrameTable:
         assert self.rows[number]["plain_length"] == row[0]["plain_length"], number
         self._frames.rows[number] = row[0]
 
+    def place_frames(self, numbers: Numbers, rows: Rows) -> None:
+        """Fill in where several reserved frames were put."""
+        assert (self.rows["plain_length"][numbers] == rows["plain_length"]).all(), numbers
+        self._frames.rows[numbers] = rows
+
     def pack_rows(self, numbers: Numbers) -> Rows:
         """The packs with these numbers as rows of `PACK_DTYPE`; all must be sealed."""
         rows = np.zeros(len(numbers), PACK_DTYPE)

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from blake3 import blake3
 
 from snapstore.chunking.base import Cut
-from snapstore.errors import DigestMismatch, UsageError
+from snapstore.errors import UsageError
 from snapstore.format import limits
-from snapstore.ids import ChunkId
+from snapstore.repository.chunk_source import check_chunk
 from snapstore.repository.windows import WINDOW_BYTES
 from snapstore.units import MIB
 
@@ -33,7 +32,6 @@ __all__ = [
     "Answer",
     "HashedChunks",
     "HashedWindow",
-    "LoadFrame",
     "check_hashed",
     "divide_hashed",
 ]
@@ -121,53 +119,8 @@ class HashedWindow:
         starts, ends = self.cut.starts[chunk], self.cut.ends[chunk]
         rows = np.flatnonzero(self.answer.needed).tolist()
         for row in rows if self.check_all else rows[:1]:
-            _check(buffer[int(starts[row]) : int(ends[row])].data, bytes(self.ids[row]))
-
-
-def _check(data: memoryview, wanted: bytes) -> None:
-    found = blake3(data).digest()
-    if found != wanted:
-        raise DigestMismatch(
-            f"{len(data)} bytes came as chunk {ChunkId(found).short} that had been hashed "
-            f"as {ChunkId(wanted).short}",
-            next_step="nothing may change the memory while it is captured: capture again",
-        )
-
-
-class LoadFrame:
-    """Loads the chunks of a frame into the place where it will be stored. Thread-safe."""
-
-    def __init__(
-        self, load: Callable[[int, int, memoryview], None], base: int, *, check_all: bool
-    ) -> None:
-        """Prepare.
-
-        Args:
-            load: Gets an offset in the file, a length and a buffer of that length.
-            base: Where in the file the spans of frames are counted from.
-            check_all: Whether all chunks are hashed again, or the first of each frame.
-        """
-        self._load = load
-        self._base = base
-        self._check_all = check_all
-
-    def __call__(self, spans: list[tuple[int, int]], chunks: Rows, into: memoryview) -> bytes:
-        """Load a frame and return its checksum.
-
-        Raises:
-            DigestMismatch: What was loaded is not what was hashed.
-        """
-        done = 0
-        for begin, end in spans:
-            with into[done : done + end - begin] as part:
-                self._load(self._base + begin, end - begin, part)
-            done += end - begin
-        at = 0
-        for wanted, length in chunks.tolist() if self._check_all else chunks[:1].tolist():
-            with into[at : at + length] as part:
-                _check(part, bytes(wanted))
-            at += length
-        return xxhash.xxh3_128_digest(into)
+            data = buffer[int(starts[row]) : int(ends[row])].data
+            check_chunk(blake3(data).digest(), bytes(self.ids[row]), data.nbytes)
 
 
 def check_hashed(chunks: HashedChunks) -> None:

@@ -31,9 +31,10 @@ from snapstore.format import pack as pack_format
 from snapstore.format.tables import U64, Rows, id_words
 from snapstore.options import Compression
 from snapstore.repository.catalog import MISSING, Catalog
-from snapstore.repository.frame_plan import FramePlan, plan_frames
+from snapstore.repository.frame_plan import FramePlan, plan_frames, plan_raw_frames
 from snapstore.repository.hashed_chunks import Answer, join_zeros
 from snapstore.repository.layouts import ZERO_FRAME
+from snapstore.repository.loaded_pack import LoadedFrame
 from snapstore.repository.locality import Locality
 from snapstore.repository.rank_builder import Pieces, RankBuilder
 from snapstore.repository.windows import WINDOW_BYTES, ByteArray, StreamSource, Window
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
 
     from snapstore.repository.buffers import BufferPool
     from snapstore.repository.frames import FrameTable, Numbers
-    from snapstore.repository.hashed_chunks import HashedChunks, HashedWindow, LoadFrame
+    from snapstore.repository.hashed_chunks import HashedChunks, HashedWindow
+    from snapstore.repository.loaded_pack import LoadedRun
     from snapstore.repository.packer import Packer
 
 __all__ = [
@@ -55,6 +57,13 @@ __all__ = [
     "IngestTotals",
     "window_data",
 ]
+
+_WAITING_ROWS = 1024
+"""Chunks that may have to wait for memory, and with them whatever others hand to the pipeline."""
+
+_LOADED_ROWS = 16 * 1024
+"""Chunks that only have to be decided about: that takes 20 ms, and less for each if there are many
+at a time."""
 
 _CARRY_BYTES = 1 * MIB
 INGEST_BUFFER_BYTES = WINDOW_BYTES + _CARRY_BYTES
@@ -207,13 +216,27 @@ class Ingest:
         """Whether `store_hashed` can be used: nothing is coded, and there are threads for it."""
         return self._compression is Compression.NONE and self._packer.can_fill
 
+    @property
+    def hashed_rows(self) -> int:
+        """How many chunks are worth handing to `store_hashed` at a time."""
+        return _LOADED_ROWS if self._packer.loads_packs else _WAITING_ROWS
+
     def store_hashed(
-        self, stream: IngestStream, chunks: HashedChunks, load: LoadFrame
-    ) -> list[Future[None]]:
+        self, stream: IngestStream, chunks: HashedChunks, run: LoadedRun, base: int
+    ) -> list[Future[Any]]:
         """Store chunks that were hashed elsewhere, straight into packs.
 
-        What they lack is loaded by workers; what is returned is done when that is. No window of the
-        stream may be under way.
+        What the store lacks of them is loaded by other threads. No window of the stream may be
+        under way.
+
+        Args:
+            stream: Which they belong to.
+            chunks: What follows in it.
+            run: Of the call that stores them; `end_hashed` ends it.
+            base: Where in the file the first of them begins.
+
+        Returns:
+            Each done when something was loaded; of this and `end_hashed`, when all was.
         """
         answer = self.ask(chunks)
         data = ~chunks.zeros
@@ -223,16 +246,13 @@ class Ingest:
         words = id_words(ids)
         frames, offsets = answer.frames.copy(), answer.offsets.copy()
         fresh = np.flatnonzero(answer.needed)
-        plans = plan_frames(fresh, starts, stops, np.zeros(len(fresh), np.uint8))
-        loading = []
-        sizes = np.array([plan.length for plan in plans], np.uint32)
-        for number, plan in enumerate(plans, self._frames.reserve_frames(sizes)):
-            frames[plan.rows] = number
-            offsets[plan.rows] = np.cumsum(lengths[plan.rows]) - lengths[plan.rows]
-            rows = np.zeros(len(plan.rows), pack_format.CHUNK_DTYPE)
-            rows["id"], rows["length"] = ids[plan.rows], lengths[plan.rows]
-            fill = functools.partial(load, plan.spans, rows)
-            loading.append(self._packer.append_filled(number, plan.length, rows, fill))
+        run.skip(int(chunks.lengths.sum() - lengths[fresh].sum()))
+        loading: list[Future[Any]] = []
+        if len(fresh):
+            planned, frames[fresh], offsets[fresh] = self._plan_loaded(
+                base + starts[fresh], base + stops[fresh], ids[fresh]
+            )
+            loading = self._packer.append_loaded(run, planned)
         self._catalog.add(
             words[fresh],
             frames[fresh],
@@ -250,6 +270,39 @@ class Ingest:
         stream.builder.add_pieces(stream.number, _pieces(cut, ~cut.zero, ids, frames, offsets))
         self._progress(int(chunks.lengths.sum()))
         return loading
+
+    def _plan_loaded(
+        self,
+        starts: Numbers,
+        ends: Numbers,
+        ids: Rows,
+    ) -> tuple[list[LoadedFrame], Numbers, Numbers]:
+        """Reserve frames for new chunks that lie at these places of a file.
+
+        Returns:
+            The frames, and of each chunk the number of its frame and where in it it is.
+        """
+        plan = plan_raw_frames(starts, ends)
+        counts = np.diff(plan.firsts, append=len(starts))
+        lengths = ends - starts
+        before = np.cumsum(lengths) - lengths
+        sizes = np.add.reduceat(lengths, plan.firsts)
+        first = self._frames.reserve_frames(sizes.astype(np.uint32))
+        rows = np.zeros(len(starts), pack_format.CHUNK_DTYPE)
+        rows["id"], rows["length"] = ids, lengths
+        begins, stops = plan.firsts.tolist(), (plan.firsts + counts).tolist()
+        frames = [
+            LoadedFrame(number, spans, size, rows[begin:stop])
+            for number, (spans, size, begin, stop) in enumerate(
+                zip(plan.spans, sizes.tolist(), begins, stops, strict=True), first
+            )
+        ]
+        numbers = np.repeat(np.arange(first, first + len(frames)), counts)
+        return frames, numbers, before - np.repeat(before[plan.firsts], counts)
+
+    def end_hashed(self, run: LoadedRun) -> list[Future[Any]]:
+        """Let all be loaded that `store_hashed` let wait; see there."""
+        return self._packer.end_loaded(run)
 
     def accept(self, job: IngestJob) -> None:
         """Take a window that was prepared; its buffer goes back to the pool when it is done."""

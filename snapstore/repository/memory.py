@@ -27,6 +27,10 @@ _THREAD_BYTES_MAX_EFFORT = 20 * MIB
 PACK_BYTES = 64 * MIB
 """Large enough for object storage, small enough that two of them fit most budgets."""
 
+_LOADED_EIGHTHS = 15
+"""A pack that never lies in memory is nearly twice as long: half as many files, each of which costs
+twenty calls of the system, and with its footer still within `limits.PACK_BYTES_MAX`."""
+
 READ_BYTES = 8 * MIB
 """One read of neighbouring frames: more is no faster on disk, NFS or object storage."""
 
@@ -61,6 +65,7 @@ class MemoryPlan:
         windows_spare: Windows that the budget has room for besides.
         pack_bytes: At what size a pack is closed.
         packs_in_flight: Packs that are filled or written at once.
+        loaded_pack_bytes: At what size a pack is closed that never lies in memory.
         catalog_bytes: Known chunks.
         read_bytes: The longest read.
         held_bytes: Beginnings and ends of files that arrive, until they are enough for a window.
@@ -76,6 +81,7 @@ class MemoryPlan:
     packs_in_flight: int
     catalog_bytes: int
     read_bytes: int
+    loaded_pack_bytes: int
     held_bytes: int = 0
     windows_filled: int = 0
 
@@ -121,6 +127,7 @@ class MemoryPlan:
             windows_spare=max(windows - threads - _WINDOWS_AHEAD, 0),
             pack_bytes=pack_bytes,
             packs_in_flight=packs_in_flight,
+            loaded_pack_bytes=pack_bytes * _LOADED_EIGHTHS // 8,
             catalog_bytes=catalog_bytes,
             read_bytes=READ_BYTES,
             held_bytes=held_bytes,

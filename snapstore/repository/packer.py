@@ -2,22 +2,27 @@
 
 Frames arrive in order from one thread; a pack that is full is hashed and stored by a thread of its
 own while the next one fills. After every pack an index follows, so a writer that is killed loses
-at most the packs that were not stored yet (I3 of `format_spec/SEMANTICS.md`).
+at most the packs that were not stored yet (I3 of `format_spec/SEMANTICS.md`). Packs that are loaded
+while they are stored (`loaded_pack`) come faster: of these an index lists sixteen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import secrets
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.drafts import begin_draft, has_drafts
 from snapstore.compression import Codec
 from snapstore.errors import ObjectExists
 from snapstore.format import index as index_format
@@ -33,6 +38,8 @@ if TYPE_CHECKING:
 
     from snapstore.compression import EncodedFrame
     from snapstore.format.tables import Rows
+    from snapstore.repository.loaded_pack import LoadedFrame, LoadedPack, LoadedRun
+    from snapstore.repository.memory import MemoryPlan
     from snapstore.units import BytesLike
 
 __all__ = ["Packer", "PackerTotals"]
@@ -42,6 +49,16 @@ _MERGE_CHUNKS_MAX = 4 * MIB
 
 _COPIED_ELSEWHERE_BYTES_MIN = 2 * MIB
 """Copying less takes the thread that decides about windows no longer than handing it over."""
+
+_LISTED_TOGETHER = 16
+"""Packs that come as fast as they are loaded share an index: it would cost as much as they do, and
+a gibibyte is not much to lose with the writer."""
+
+_OTHERS_SHARE = 8
+"""One thread in so many does not load packs: who decides what to load needs a processor, too."""
+
+_OWN_PACK = 8
+"""What is left in the end is a pack of its own if it is one part in so many of the longest."""
 
 _SHARED_COLUMNS = ("offset", "stored_length", "plain_length", "codec", "checksum")
 """Columns of a frame that a footer and an index both have."""
@@ -76,12 +93,34 @@ class _OpenPack:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Footer:
+    """What a pack's footer says, and where it begins."""
+
+    frames: Rows
+    chunks: Rows
+    offset: int
+
+    def encode(self, *, salt: bytes | None = None) -> bytes:
+        """Encode it, with its trailer."""
+        return pack_format.encode_footer(self.frames, self.chunks, offset=self.offset, salt=salt)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _IndexPart:
-    """The rows of one pack's index, kept to be merged with others."""
+    """The rows of an index, kept to be merged with others."""
 
     packs: Rows
     frames: Rows
     chunks: Rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _WrittenIndex:
+    """An index that was stored: its rows, name and length."""
+
+    part: _IndexPart
+    name: Digest
+    length: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,9 +131,8 @@ class _SealedPack:
         number: Its number in the frame table.
         id: Its name.
         length: Bytes.
-        part: The rows of its index.
-        index: The name of that.
-        index_bytes: Length of that.
+        part: What an index says of it.
+        index: One that was written with it, if it was.
         placed_later: See `_OpenPack`.
     """
 
@@ -102,8 +140,7 @@ class _SealedPack:
     id: PackId
     length: int
     part: _IndexPart
-    index: Digest
-    index_bytes: int
+    index: _WrittenIndex | None
     placed_later: list[tuple[int, int]]
 
 
@@ -115,8 +152,7 @@ class Packer:
         backend: Backend,
         frames: FrameTable,
         *,
-        pack_bytes: int,
-        in_flight: int,
+        plan: MemoryPlan,
         deleting: Callable[[str], bool],
         damaged_indexes: Collection[str] = (),
         copiers: ThreadPoolExecutor | None = None,
@@ -126,29 +162,37 @@ class Packer:
         Args:
             backend: Where packs and indexes go.
             frames: Learns where each frame was put.
-            pack_bytes: A pack is closed before it would grow beyond.
-            in_flight: Packs that may be held in memory at once.
+            plan: When a pack is closed, and how many there may be at once.
             deleting: Whether a pack of this name is being removed, so that it must not be used.
             damaged_indexes: Names of indexes that cannot be read.
             copiers: Copy long frames; they outlive this.
         """
         self._copiers = copiers
         self._backend = backend
+        self.loads_packs = has_drafts(backend)
+        """Whether `append_loaded` needs no memory, and so never waits for any."""
         self._frames = frames
         self._pool = BufferPool(
-            count=in_flight, size_bytes=pack_bytes + limits.FRAME_STORED_BYTES_MAX
+            count=plan.packs_in_flight,
+            size_bytes=plan.pack_bytes + limits.FRAME_STORED_BYTES_MAX,
         )
-        self._pack_bytes = pack_bytes
+        self._pack_bytes = plan.pack_bytes
+        self._loaded_pack_bytes = plan.loaded_pack_bytes
         self._deleting = deleting
         self._damaged_indexes = damaged_indexes
         # One pack is filled meanwhile.
         self._executor = ThreadPoolExecutor(
-            max(in_flight - 1, 1), thread_name_prefix="snapstore-pack"
+            max(plan.packs_in_flight - 1, 1), thread_name_prefix="snapstore-pack"
         )
+        self._fill_threads = plan.threads - plan.threads // _OTHERS_SHARE
+        self._fillers = ThreadPoolExecutor(self._fill_threads, thread_name_prefix="snapstore-fill")
         self._open: _OpenPack | None = None
         self._sealing: list[Future[_SealedPack]] = []
         self._parts: dict[Digest, _IndexPart] = {}
         self._merge_rows = 0
+        self._unlisted: list[_IndexPart] = []
+        """Of packs that were loaded and that no index lists yet."""
+        self._unlisted_lock = threading.Lock()
         self.totals = PackerTotals()
 
     def append(
@@ -239,25 +283,76 @@ class Packer:
 
         filling = self._copiers.submit(work)
         pack.copying.append(filling)
+        self._count_raw(length, len(chunks))
+        self.totals.frames += 1
+        return filling
+
+    def append_loaded(self, run: LoadedRun, frames: Sequence[LoadedFrame]) -> list[Future[Any]]:
+        """Put raw frames that have to be loaded into packs of such, or into the current one.
+
+        Args:
+            run: What they belong to; they may wait there for others.
+            frames: They.
+
+        Returns:
+            Of frames that are on their way now: done when all of them were loaded. What goes wrong
+            is raised by a later call as well.
+        """
+        begun = []
+        for frame in frames:
+            size = run.pack_bytes(self._loaded_pack_bytes, self._fill_threads)
+            if self.loads_packs and not run.has_room(frame, size):
+                begun.append(self._fill_pack(run))
+            run.add(frame)
+        return begun if self.loads_packs else self._append_waiting(run)
+
+    def end_loaded(self, run: LoadedRun) -> list[Future[Any]]:
+        """Let no frame wait any longer; see `append_loaded`."""
+        if self.loads_packs and run.used >= self._loaded_pack_bytes // _OWN_PACK:
+            return [self._fill_pack(run)]
+        return self._append_waiting(run)
+
+    def _append_waiting(self, run: LoadedRun) -> list[Future[Any]]:
+        """Put frames into the current pack, which others go on with."""
+        return [
+            self.append_filled(
+                frame.number,
+                frame.length,
+                frame.chunks,
+                functools.partial(run.loads.fill, frame.spans, frame.chunks),
+            )
+            for frame in run.take()
+        ]
+
+    def _fill_pack(self, run: LoadedRun) -> Future[Any]:
+        """Make a pack of what waits; a thread of its own loads, hashes and stores it."""
+        self._reap(wait=False)
+        pack = run.take_pack(self._frames.reserve_pack())
+        self._count_raw(sum(frame.length for frame in pack.frames), len(pack.chunk_rows))
+        self.totals.frames += len(pack.frames)
+        storing = self._fillers.submit(self._load_and_store, pack)
+        self._sealing.append(storing)
+        return storing
+
+    def _count_raw(self, length: int, chunks: int) -> None:
         codec = Codec.RAW.name.lower()
         self.totals.coded_bytes[codec] = self.totals.coded_bytes.get(codec, 0) + length
-        self.totals.frames += 1
-        self.totals.chunks += len(chunks)
-        return filling
+        self.totals.chunks += chunks
 
     def finish(self) -> None:
         """Store what is open, wait for all, and merge the indexes written here into one."""
         self._seal_open()
         self._reap(wait=True)
-        if len(self._parts) > 1 and self._merge_rows <= _MERGE_CHUNKS_MAX:
-            self._write_merged()
+        self._write_last_index()
         self._executor.shutdown()
+        self._fillers.shutdown()
 
     def abort(self) -> None:
         """Drop what is open; what was handed over for storing ends as it may. Idempotent."""
         self._open = None
         self._pool.close()
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._fillers.shutdown(wait=True, cancel_futures=True)
 
     def _room_for(self, length: int, chunk_count: int) -> _OpenPack:
         pack = self._open
@@ -295,61 +390,92 @@ class Packer:
             for row, checksum in pack.checksums.items():
                 pack.frames.rows["checksum"][row] = checksum
             body = pack.buffer[: pack.used]
-            footer = pack_format.encode_footer(pack.frames.rows, pack.chunks.rows, offset=pack.used)
-            pack_id = _hash_pack(body, footer)
-            is_usable = not self._deleting(pack_id.hex)
-            if not (is_usable and self._put(ObjectKind.PACK, pack_id, [body.data, footer])):
-                footer = pack_format.encode_footer(
-                    pack.frames.rows,
-                    pack.chunks.rows,
-                    offset=pack.used,
-                    salt=secrets.token_bytes(limits.PACK_SALT_BYTES),
-                )
-                pack_id = _hash_pack(body, footer)
-                self._backend.put_new(ObjectKind.PACK, pack_id.hex, [body.data, footer])
+            pack_id, length = self._name_and_put(
+                _Footer(pack.frames.rows, pack.chunks.rows, pack.used),
+                functools.partial(_hash_pack, body),
+                lambda name, footer: self._backend.put_new(
+                    ObjectKind.PACK, name.hex, [body.data, footer]
+                ),
+            )
         finally:
             self._pool.release(pack.buffer)
-        length = pack.used + len(footer)
-        part = _index_part(pack, pack_id, length)
-        index, index_bytes = self._put_index(part)
-        return _SealedPack(
-            pack.number, pack_id, length, part, index, index_bytes, pack.placed_later
-        )
+        part = _index_part(pack.frames.rows, pack.chunks.rows, pack_id, length)
+        index = self._put_index(part)
+        return _SealedPack(pack.number, pack_id, length, part, index, pack.placed_later)
 
-    def _keep_part(self, sealed: _SealedPack) -> None:
+    def _load_and_store(self, pack: LoadedPack) -> _SealedPack:
+        """Load and store a pack that is not held in memory; on a thread of its own."""
+        draft = begin_draft(self._backend)
+
+        def put(name: PackId, footer: bytes) -> None:
+            draft.write(pack.used, [memoryview(footer)])
+            draft.publish(ObjectKind.PACK, name.hex)
+
+        try:
+            pack.load(draft)
+            footer = _Footer(pack.frame_rows, pack.chunk_rows, pack.used)
+            pack_id, length = self._name_and_put(footer, pack.name_with, put)
+        finally:
+            draft.discard()
+        part = _index_part(pack.frame_rows, pack.chunk_rows, pack_id, length)
+        index = self._list_loaded(part)
+        placed_later = [(row, frame.number) for row, frame in enumerate(pack.frames)]
+        return _SealedPack(pack.number, pack_id, length, part, index, placed_later)
+
+    def _list_loaded(self, part: _IndexPart) -> _WrittenIndex | None:
+        """Write an index with the pack that makes enough of those that no index lists yet."""
+        with self._unlisted_lock:
+            self._unlisted.append(part)
+            if len(self._unlisted) < _LISTED_TOGETHER:
+                return None
+            parts, self._unlisted = self._unlisted, []
+        return self._put_index(_merged(parts))
+
+    def _name_and_put(
+        self,
+        footer: _Footer,
+        name_with: Callable[[bytes], PackId],
+        put: Callable[[PackId, bytes], None],
+    ) -> tuple[PackId, int]:
+        """Store a pack under its name, or with salt under another; returns it and the length."""
+        encoded = footer.encode()
+        pack_id = name_with(encoded)
+        if not self._deleting(pack_id.hex):
+            # A name that is taken by other bytes, which only damage can do, is as bad.
+            with contextlib.suppress(ObjectExists):
+                put(pack_id, encoded)
+                return pack_id, footer.offset + len(encoded)
+        encoded = footer.encode(salt=secrets.token_bytes(limits.PACK_SALT_BYTES))
+        pack_id = name_with(encoded)
+        put(pack_id, encoded)
+        return pack_id, footer.offset + len(encoded)
+
+    def _keep_part(self, index: _WrittenIndex) -> None:
         """Keep the rows of an index to be merged with others, unless there are too many."""
-        self._merge_rows += len(sealed.part.chunks)
+        self._merge_rows += len(index.part.chunks)
         if self._merge_rows <= _MERGE_CHUNKS_MAX:
-            self._parts[sealed.index] = sealed.part
+            self._parts[index.name] = index.part
         else:
             self._parts.clear()
 
-    def _write_merged(self) -> None:
-        """Write one index that contains all that this push wrote, and says so."""
-        parts = list(self._parts.values())
-        pack_bases = np.cumsum([0, *(len(part.packs) for part in parts)])
-        frame_bases = np.cumsum([0, *(len(part.frames) for part in parts)])
-        frames = np.concatenate([part.frames for part in parts])
-        chunks = np.concatenate([part.chunks for part in parts])
-        frames["pack"] += np.repeat(pack_bases[:-1], np.diff(frame_bases)).astype(np.uint32)
-        counts = [len(part.chunks) for part in parts]
-        chunks["frame"] += np.repeat(frame_bases[:-1], counts).astype(np.uint32)
-        packs = np.concatenate([part.packs for part in parts])
-        _, index_bytes = self._put_index(_IndexPart(packs, frames, chunks), list(self._parts))
-        self.totals.index_bytes += index_bytes
+    def _write_last_index(self) -> None:
+        """Write one index of all that this push wrote, and say so, or of what none lists yet."""
+        unlisted, self._unlisted = self._unlisted, []
+        rows = self._merge_rows + sum(len(part.chunks) for part in unlisted)
+        parts = {**self._parts} if rows <= _MERGE_CHUNKS_MAX else {}
+        if len(parts) > 1 or unlisted:
+            merged = _merged([*parts.values(), *unlisted])
+            self.totals.index_bytes += self._put_index(merged, list(parts)).length
 
-    def _put_index(self, part: _IndexPart, supersedes: Sequence[Digest] = ()) -> tuple[Digest, int]:
-        """Store an index; where a damaged one has its name, one that says to contain that one.
-
-        Returns its name and its length.
-        """
+    def _put_index(self, part: _IndexPart, supersedes: Sequence[Digest] = ()) -> _WrittenIndex:
+        """Store an index; where a damaged one has its name, one that says to contain that one."""
         while True:
             built = index_format.build_index(
                 part.packs, part.frames, part.chunks, supersedes=supersedes
             )
             is_usable = built.root.hex not in self._damaged_indexes
             if is_usable and self._put(ObjectKind.INDEX, built.root, built.pieces):
-                return built.root, built.length
+                return _WrittenIndex(part, built.root, built.length)
             supersedes = [*supersedes, built.root]
 
     def _put(self, kind: ObjectKind, name: Digest, pieces: Sequence[BytesLike]) -> bool:
@@ -365,23 +491,37 @@ class Packer:
         while self._sealing and (wait or self._sealing[0].done()):
             sealed = self._sealing.pop(0).result()
             self._frames.seal_pack(sealed.number, sealed.id, sealed.length)
-            for row, number in sealed.placed_later:
-                placed = sealed.part.frames[row : row + 1].copy()
+            if sealed.placed_later:
+                rows, numbers = np.array(sealed.placed_later).T
+                placed = sealed.part.frames[rows]
                 placed["pack"] = sealed.number
-                self._frames.place_frame(number, placed)
-            self._keep_part(sealed)
+                self._frames.place_frames(numbers, placed)
             self.totals.packs += 1
             self.totals.pack_bytes += sealed.length
-            self.totals.index_bytes += sealed.index_bytes
+            if sealed.index is not None:
+                self._keep_part(sealed.index)
+                self.totals.index_bytes += sealed.index.length
 
 
-def _index_part(pack: _OpenPack, pack_id: PackId, length: int) -> _IndexPart:
+def _index_part(frame_rows: Rows, chunk_rows: Rows, pack_id: PackId, length: int) -> _IndexPart:
     packs = np.zeros(1, index_format.PACK_DTYPE)
     packs[0] = (pack_id.raw, length)
-    frames = np.zeros(len(pack.frames), index_format.FRAME_DTYPE)
+    frames = np.zeros(len(frame_rows), index_format.FRAME_DTYPE)
     for name in _SHARED_COLUMNS:
-        frames[name] = pack.frames.rows[name]
-    return _IndexPart(packs, frames, _index_chunks(pack.frames.rows, pack.chunks.rows))
+        frames[name] = frame_rows[name]
+    return _IndexPart(packs, frames, _index_chunks(frame_rows, chunk_rows))
+
+
+def _merged(parts: Sequence[_IndexPart]) -> _IndexPart:
+    """Put rows of several indexes into one, and let them refer to each other there."""
+    pack_bases = np.cumsum([0, *(len(part.packs) for part in parts)])
+    frame_bases = np.cumsum([0, *(len(part.frames) for part in parts)])
+    frames = np.concatenate([part.frames for part in parts])
+    chunks = np.concatenate([part.chunks for part in parts])
+    frames["pack"] += np.repeat(pack_bases[:-1], np.diff(frame_bases)).astype(np.uint32)
+    counts = [len(part.chunks) for part in parts]
+    chunks["frame"] += np.repeat(frame_bases[:-1], counts).astype(np.uint32)
+    return _IndexPart(np.concatenate([part.packs for part in parts]), frames, chunks)
 
 
 def _copy_frame(frame: EncodedFrame, room: npt.NDArray[np.uint8]) -> None:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from snapstore.repository.buffers import BufferPool
-    from snapstore.repository.hashed_chunks import Answer, HashedChunks, LoadFrame
+    from snapstore.repository.hashed_chunks import Answer, HashedChunks
     from snapstore.repository.ingest import Ingest, IngestJob, IngestStream
+    from snapstore.repository.loaded_pack import LoadedRun
     from snapstore.repository.memory import MemoryPlan
     from snapstore.repository.windows import ByteArray, Window
 
@@ -134,15 +135,28 @@ class WindowFeed:
         """See `Ingest.stores_hashed`."""
         return self._ingest.stores_hashed
 
+    @property
+    def hashed_rows(self) -> int:
+        """See `Ingest.hashed_rows`."""
+        return self._ingest.hashed_rows
+
     def store_hashed(
-        self, stream: IngestStream, chunks: HashedChunks, load: LoadFrame
-    ) -> list[Future[None]]:
-        """Let the pipeline store chunks, on its thread; waits until all of it is under way.
+        self, stream: IngestStream, chunks: HashedChunks, run: LoadedRun, base: int
+    ) -> list[Future[Any]]:
+        """Let the pipeline store chunks, on its thread; see `Ingest.store_hashed`.
 
         Raises:
             SnapError: The pipeline failed or was stopped.
         """
-        return self._call(lambda: self._ingest.store_hashed(stream, chunks, load))
+        return self._call(lambda: self._ingest.store_hashed(stream, chunks, run, base))
+
+    def end_hashed(self, run: LoadedRun) -> list[Future[Any]]:
+        """Let the pipeline begin to load what still waits; see `Ingest.end_hashed`.
+
+        Raises:
+            SnapError: The pipeline failed or was stopped.
+        """
+        return self._call(lambda: self._ingest.end_hashed(run))
 
     def check(self) -> None:
         """Raise what went wrong, if anything did."""

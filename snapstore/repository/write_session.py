@@ -179,8 +179,7 @@ class WriteSession:
             self._packer = Packer(
                 backend,
                 self._frames,
-                pack_bytes=plan.pack_bytes,
-                in_flight=plan.packs_in_flight,
+                plan=plan,
                 deleting=deleting.__contains__,
                 damaged_indexes=loaded.damaged,
                 copiers=executor if plan.threads > 2 else None,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from typing import TYPE_CHECKING
 
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.drafts import begin_draft
 from snapstore.backend.layout import TEMPORARIES
 from snapstore.errors import ObjectNotFound
 from snapstore.testing.contract_base import Session, check, collect, expect
@@ -15,7 +17,7 @@ from snapstore.testing.faults import FileCall, KillableFiles, Killed
 from snapstore.units import KIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from snapstore.backend.files import FileCalls
 
@@ -37,6 +39,23 @@ def bytes_are_durable_before_their_name(session: Session) -> None:
             expect(order[0] == "open", f"{kind}: {order}")
             expect("fsync" in order[last_write:], f"{kind} is not synced: {order}")
             expect(order[-1] == "close", f"{kind} is not closed: {order}")
+
+
+@check("files")
+def a_draft_is_durable_before_its_name(session: Session) -> None:
+    """An object that is written part by part is synced and closed before it has its name (S1)."""
+    with _traced(session) as (backend, files):
+        name, data = session.pack(), session.data(10 * KIB)
+        _put_draft(backend, name, data)
+        link = _links(files.calls)[0]
+        order = [c.call for c in files.calls[:link] if c.path == files.calls[link].path]
+        last_write = len(order) - order[::-1].index("pwritev")
+        expect("fsync" in order[last_write:], f"a draft is not synced: {order}")
+        expect(order[-1] == "close", f"a draft is not closed: {order}")
+        folder = files.calls[link].target.rpartition("/")[0]
+        synced = {c.path for c in files.calls[link:] if c.call == "fsync"}
+        expect(folder in synced, f"{folder} is not synced after a draft was published")
+    expect(read(session.open(), ObjectKind.PACK, name) == data, "a draft has other bytes")
 
 
 @check("files")
@@ -78,7 +97,7 @@ def readers_write_nothing(session: Session) -> None:
             list(backend.list(kind))
         with contextlib.suppress(ObjectNotFound):
             backend.stat(ObjectKind.REF, session.ref())
-        writes = {"writev", "link", "unlink", "mkdir", "fsync"}
+        writes = {"writev", "pwritev", "link", "unlink", "mkdir", "fsync"}
         expect(not writes.intersection(c.call for c in files.calls), "a reader wrote")
 
 
@@ -103,7 +122,8 @@ def death_anywhere_leaves_all_or_nothing(session: Session) -> None:
             expect(calls < _CALLS_MAX, "put_new never ends")
             name = session.pack() if kind is ObjectKind.PACK else _new_ref(session)
             data = session.data(3 * KIB)
-            died = _put_and_die(session, kind, name, data, calls)
+            put = functools.partial(_put_pieces, kind=kind, name=name, data=data)
+            died = _dies(session, put, calls)
             survivor = session.open()
             try:
                 expect(read(survivor, kind, name) == data, f"part of a {kind} after {calls} calls")
@@ -115,16 +135,51 @@ def death_anywhere_leaves_all_or_nothing(session: Session) -> None:
                 break
 
 
+@check("files")
+def a_draft_that_dies_leaves_all_or_nothing(session: Session) -> None:
+    """Who dies before any file call of a draft leaves the whole object or none (S2, S4)."""
+    for calls in itertools.count():
+        expect(calls < _CALLS_MAX, "a draft never ends")
+        name, data = session.pack(), session.data(3 * KIB)
+        died = _dies(session, functools.partial(_put_draft, name=name, data=data), calls)
+        survivor = session.open()
+        try:
+            expect(read(survivor, ObjectKind.PACK, name) == data, f"part, after {calls} calls")
+        except ObjectNotFound:
+            expect(died, "a draft is absent though it was published")
+        survivor.put_new(ObjectKind.PACK, name, [data])
+        expect(read(session.open(), ObjectKind.PACK, name) == data, "not repaired by a retry")
+        if not died:
+            break
+
+
+def _put_draft(backend: Backend, name: str, data: bytes) -> None:
+    """Write an object in two parts, the second first."""
+    draft = begin_draft(backend)
+    view = memoryview(data)
+    try:
+        draft.write(KIB, [view[KIB:]])
+        draft.write(0, [view[:100], view[100:KIB]])
+        draft.publish(ObjectKind.PACK, name)
+    finally:
+        draft.discard()
+
+
+def _put_pieces(backend: Backend, kind: ObjectKind, name: str, data: bytes) -> None:
+    backend.put_new(kind, name, [data[:100], data[100:]])
+
+
 def _new_ref(session: Session) -> str:
     """A ref in folders of its own, so that their making is among the calls."""
     return session.name(ObjectKind.REF, f"contract/{session.digest()}/@t/00000001")
 
 
-def _put_and_die(session: Session, kind: ObjectKind, name: str, data: bytes, calls: int) -> bool:
+def _dies(session: Session, put: Callable[[Backend], None], calls: int) -> bool:
+    """Write something until that many calls were made; tells whether that was its end."""
     with _traced(session) as (backend, files):
         files.arm(calls)
         try:
-            backend.put_new(kind, name, [data[:100], data[100:]])
+            put(backend)
         except Killed:
             return True
         finally:

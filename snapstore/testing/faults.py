@@ -202,6 +202,10 @@ class KillableFiles:
         """See `FileCalls.writev`."""
         return self._run(self._of("writev", fd), lambda: self._inner.writev(fd, pieces))
 
+    def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        """See `FileCalls.pwritev`."""
+        return self._run(self._of("pwritev", fd), lambda: self._inner.pwritev(fd, pieces, offset))
+
     def set_direct(self, fd: int, *, direct: bool) -> bool:
         """See `FileCalls.set_direct`; no boundary, since nothing outside the process changes."""
         return self._inner.set_direct(fd, direct=direct)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["STORM", "NfsCall", "NfsClient", "NfsFault", "NfsFaults", "NfsServer"]
 
 NfsCall = Literal[
-    "open", "close", "pread", "writev", "fsync", "fstat", "lstat", "link", "unlink", "mkdir",
-    "listdir",
+    "open", "close", "pread", "writev", "pwritev", "fsync", "fstat", "lstat", "link", "unlink",
+    "mkdir", "listdir",
 ]  # fmt: skip
 
 _ROOT = 1
@@ -66,6 +66,8 @@ STORM: tuple[NfsFault, ...] = (
     NfsFault("pread", 0),
     NfsFault("writev", 0),
     NfsFault("writev", errno.EIO),
+    NfsFault("pwritev", 0),
+    NfsFault("pwritev", errno.EIO),
     NfsFault("fsync", errno.EIO),
     NfsFault("fsync", errno.EDQUOT),
     NfsFault("close", errno.EIO),
@@ -183,6 +185,7 @@ class NfsServer:
             grown = max(0, offset + len(data) - len(inode.data))
             if self.capacity_bytes is not None and self.used_bytes() + grown > self.capacity_bytes:
                 raise _os_error(errno.ENOSPC)
+            inode.data += bytes(max(0, offset - len(inode.data)))
             inode.data[offset : offset + len(data)] = data
             self._touch(inode)
 
@@ -374,6 +377,16 @@ class NfsClient:
             opened.position += len(data)
             return len(data)
 
+    def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        """See `FileCalls.pwritev`."""
+        with self._lock:
+            opened = self._open_file(fd)
+            written = b"".join(pieces)
+            if self._fail("pwritev") is not None:
+                written = written[: max(1, len(written) // 2)]
+            opened.dirty.append((offset, written))
+            return len(written)
+
     def set_direct(self, fd: int, *, direct: bool) -> bool:
         """See `FileCalls.set_direct`; always refused, so that every byte meets the cache."""
         with self._lock:
@@ -392,7 +405,9 @@ class NfsClient:
             self._fail("fstat")
             opened = self._open_file(fd)
             found = self._attributes_of(opened.number).stat
-            return dataclasses.replace(found, size_bytes=max(found.size_bytes, opened.position))
+            ends = [offset + len(data) for offset, data in opened.dirty]
+            size_bytes = max([found.size_bytes, opened.position, *ends])
+            return dataclasses.replace(found, size_bytes=size_bytes)
 
     # --- names ---
 

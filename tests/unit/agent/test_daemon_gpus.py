@@ -55,7 +55,7 @@ def test_everything_is_made_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert told is not None
         assert [one.model for one in told.gpus] == ["Emulated GPU 0"] * 2
         for one in told.gpus:
-            assert (one.workers, one.pinned_bytes, one.hashes) == (2, 16 * MIB, True)
+            assert (one.workers, one.pinned_bytes, one.hashes) == (2, 48 * MIB, True)
             assert (one.without_kernels, one.last_fill_bottleneck) == (None, None)
         assert (told.registered_bytes, told.registered_bytes_max, told.warming) == (0, 5 * MIB, 0)
     assert not said

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from snapstore.backend.direct import page_aligned, read_aligned, takes_unaligned, write_direct
+from snapstore.backend.direct import (
+    PlacedWriter,
+    page_aligned,
+    read_aligned,
+    takes_unaligned,
+    write_direct,
+)
 from snapstore.backend.files import OsFileCalls
 from snapstore.units import KIB, MIB, PAGE_BYTES
 from tests.support.samples import random_bytes
@@ -50,6 +56,14 @@ class Picky(OsFileCalls):
         for piece in pieces:
             self._look(fd, piece, os.lseek(fd, 0, os.SEEK_CUR))
         return super().writev(fd, [pieces[0][: self.most_bytes]])
+
+    @override
+    def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+        at = offset
+        for piece in pieces:
+            self._look(fd, piece, at)
+            at += piece.nbytes
+        return super().pwritev(fd, [pieces[0][: self.most_bytes]], offset)
 
     def _look(self, fd: int, view: memoryview, offset: int) -> None:
         if fd not in self.direct:
@@ -97,6 +111,43 @@ def test_what_is_written_is_read(fd: int, make: type[OsFileCalls], tail: int) ->
     # The rest of the object follows through the page cache.
     os.write(fd, b"more")
     assert os.pread(fd, 10, len(data)) == b"more"
+
+
+@pytest.mark.parametrize("make", CALLS)
+@pytest.mark.parametrize("tail", [0, 1, 777, 5000])
+def test_parts_go_where_they_belong(fd: int, make: type[OsFileCalls], tail: int) -> None:
+    """Goal: long parts, short ones between them, and an end of any length, in any order."""
+    data = random_bytes(2 * BODY + tail, 4)
+    files = make()
+    writer = PlacedWriter(files, fd)
+    first, second = aligned(data[:BODY]), aligned(data[BODY : 2 * BODY])
+    writer.write(2 * BODY, [data[2 * BODY :].data])
+    writer.write(BODY, [second[:MIB], second[MIB:]])
+    writer.write(2 * BODY, [data[2 * BODY :].data])
+    writer.write(0, [first[: MIB + 1], first[MIB + 1 :]])
+    writer.write(0, [first])
+    files.set_direct(fd, direct=False)
+    assert os.pread(fd, len(data) + 1, 0) == data.tobytes()
+    if type(files) is Picky and files.block_bytes == PAGE_BYTES:
+        assert files.direct_bytes > 0
+
+
+def test_memory_that_the_device_cannot_read_is_copied(fd: int) -> None:
+    class Unreadable(Picky):
+        @override
+        def pwritev(self, fd: int, pieces: Sequence[memoryview], offset: int) -> int:
+            if fd in self.direct:
+                self.refusals += 1
+                raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+            return super().pwritev(fd, pieces, offset)
+
+    data = random_bytes(BODY, 5)
+    files = Unreadable()
+    writer = PlacedWriter(files, fd)
+    writer.write(0, [aligned(data)])
+    writer.write(BODY, [aligned(data)])
+    assert os.pread(fd, 2 * BODY, 0) == data.tobytes() * 2
+    assert files.refusals == 1
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE_BYTES, MIB - 1, MIB, MIB + 1])

@@ -5,20 +5,23 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import pytest
 
 import snapstore
 from snapagent.gpu.capturing import CaptureReport, GpuCapture
-from snapagent.gpu.driver import Gpu
+from snapagent.gpu.driver import Gpu, Lane, memory_at
 from snapagent.gpu.hashing import device_buffer
 from snapagent.gpu.stream import GpuStream, StreamTarget
 from snapstore import DEVICE_CHUNK_BYTES, Compression, Store, StoreOptions
-from snapstore.errors import Interrupted, RefNotFound
+from snapstore.errors import DigestMismatch, Interrupted, RefNotFound
 from snapstore.units import MIB
 from tests.support.gpu import counter
 from tests.support.samples import bf16, random_bytes
+from tests.support.schemas import check_store
 from tests.unit.gpu.bench import Bench, open_bench
 from tests.unit.repository.parts import memory_stores
 
@@ -115,6 +118,104 @@ def test_there_and_back(bench: Bench, store: Store) -> None:
         bench.gpu.copy_out(back.ctypes.data, address, len(data), 0)
         bench.gpu.synchronize()
         assert (back == data).all()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Store]:
+    """A store whose packs are files that are written part by part, of up to 28 MiB."""
+    options = StoreOptions(threads=4, compression=Compression.NONE, memory_bytes=400 * MIB)
+    with snapstore.init_store(str(tmp_path / "store"), options) as opened:
+        yield opened
+
+
+def packed() -> np.ndarray:
+    """More than two packs, and a little that goes elsewhere."""
+    zeros = np.zeros(3 * MIB, np.uint8)
+    return np.concatenate([random_bytes(31 * MIB, 4), zeros, random_bytes(30 * MIB + 9, 5)])
+
+
+def test_packs_are_hashed_where_they_are(bench: Bench, directory: Store, tmp_path: Path) -> None:
+    """Goal: the GPU names packs by what they are, and hashes them without a byte coming over.
+
+    Method: the emulated driver counts what is copied within the device, which is what it hashes;
+    then the whole store is checked. Proves: I4.
+    """
+    data = packed()
+    before = counter(bench.driver, "bytes_within")
+    report = capture(bench, directory, "a", data)
+    assert report.copied_bytes == 61 * MIB + 9
+    assert counter(bench.driver, "bytes_within") - before > 56 * MIB
+    assert directory.snapshot("a").open("0-1.mem").readall() == data.tobytes()
+    assert check_store(tmp_path / "store")["packs"] > 3
+    assert capture(bench, directory, "b", data).copied_bytes == 0
+
+
+class FlippingLane:
+    """A bus that flips a bit of each part, at an offset in it."""
+
+    def __init__(self, lane: Lane, offset: int) -> None:
+        self._lane = lane
+        self._offset = offset
+        self._begun: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lane.__exit__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lane, name)
+
+    def copy_out(self, place: int, host: int, device: int, length: int) -> None:
+        self._begun[place] = host
+        self._lane.copy_out(place, host, device, length)
+
+    def wait(self, place: int) -> None:
+        self._lane.wait(place)
+        memory_at(self._begun[place] + self._offset, 1)[0] ^= 0x10
+
+
+class FlippingGpu:
+    """A GPU behind it."""
+
+    def __init__(self, gpu: Gpu, offset: int) -> None:
+        self._gpu = gpu
+        self._offset = offset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gpu, name)
+
+    def lane(self, places: int, *, blocking: bool = False) -> FlippingLane:
+        return FlippingLane(self._gpu.lane(places, blocking=blocking), self._offset)
+
+
+@pytest.mark.parametrize(
+    ("offset", "check_all", "message"),
+    [
+        pytest.param(5, False, "had been hashed as", id="in a chunk that is checked"),
+        pytest.param(MIB, True, "had been hashed as", id="in one of all that are checked"),
+        pytest.param(MIB, False, "where its bytes came from", id="in the rest of a pack"),
+    ],
+)
+def test_damage_on_the_way_ends_the_capture(
+    bench: Bench, directory: Store, offset: int, message: str, *, check_all: bool
+) -> None:
+    """Goal: a bus that damages what it moves is found out, and nothing gets the name."""
+    data = packed()
+    gpu: Any = FlippingGpu(bench.gpu, offset)
+    with (
+        holding(bench.gpu, data) as address,
+        GpuCapture(gpu, bench.arena, bench.hasher, check_all=check_all) as capturing,
+        directory.begin("a") as writer,
+    ):
+        file = writer.open_file(0, "0-1.mem", data_class="device")
+        with pytest.raises(DigestMismatch, match=message):
+            capturing.store(address, len(data), file, stop=threading.Event())
+    with pytest.raises(RefNotFound):
+        directory.snapshot("a")
+    with bench.arena.borrow(bench.arena.slots):
+        pass
 
 
 def test_it_ends_early_when_told(bench: Bench, store: Store) -> None:

@@ -9,6 +9,7 @@ from snapstore.repository.frame_plan import (
     RAW_FRAME_BYTES,
     FramePlan,
     plan_frames,
+    plan_raw_frames,
 )
 from snapstore.units import KIB, MIB
 
@@ -153,3 +154,18 @@ def test_a_short_run_of_another_texture_is_no_frame_of_its_own() -> None:
         (HALVES, 460_000),
         (TEXT, 70_000),
     ]
+
+
+@given(
+    st.lists(st.tuples(gaps, lengths | st.just(MIB)), min_size=1, max_size=40),
+    st.integers(0, 4 * MIB),
+)
+def test_without_texture_they_need_not_be_looked_at(
+    parts: list[tuple[int, int]], first: int
+) -> None:
+    """Goal: the same frames as if each chunk were looked at in turn."""
+    chunks = Chunks([(gap, length, NOISE, True) for gap, length in parts], first=first)
+    slow = chunks.plan()
+    fast = plan_raw_frames(chunks.starts, chunks.ends)
+    assert fast.firsts.tolist() == [int(plan.rows[0]) for plan in slow]
+    assert fast.spans == [plan.spans for plan in slow]
