@@ -343,13 +343,14 @@ class _Run:
 
     def next(self) -> _Batch | None:
         """Take what to do next; none if there is no more, or all is over."""
-        self._precedence.give_way(lambda: self.is_over)
-        if self.is_over:
-            return None
         try:
-            return self._ready.popleft()
+            batch = self._ready.popleft()
         except IndexError:
             return None
+        if batch.target.what.source is None:
+            # Copies out of registered memory need the interpreter for next to nothing.
+            self._precedence.give_way(lambda: self.is_over)
+        return None if self.is_over else batch
 
     def arrived(self, target: _Target, items: list[_Item]) -> None:
         """Take note of pieces that are in the GPU's memory; the last one makes its file whole."""

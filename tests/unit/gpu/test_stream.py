@@ -321,3 +321,30 @@ def test_it_pauses_for_what_is_urgent(shelf: Shelf, bench: Bench, *, is_stopped:
                 filling.join()
         filling.join()
     assert bool(arrived) != is_stopped
+
+
+class Resident(NamedTuple):
+    """A file in memory that the GPU can fetch from."""
+
+    address: int
+
+
+def test_what_is_registered_does_not_pause(shelf: Shelf, bench: Bench) -> None:
+    """Goal: copies that the GPU makes by itself go on while something has precedence."""
+    (file,) = [one for one in shelf.files(Integrity.FAST) if one.size_bytes == MIB + 5]
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=2))
+    precedence = Precedence()
+    with (
+        memories(bench.gpu, [file]) as (address,),
+        bench.arena.borrow(1) as (slot,),
+        precedence.taken(),
+    ):
+        slot.view[: file.size_bytes] = bytes(file.size_bytes)
+        report = stream.fill(
+            [StreamTarget(3, file, address, source=Resident(slot.address))],
+            stop=threading.Event(),
+            target_done=lambda _: None,
+            progress=lambda _: None,
+            precedence=precedence,
+        )
+    assert report.direct_bytes == file.size_bytes
