@@ -362,9 +362,11 @@ def merge(paths: Sequence[Path], options: argparse.Namespace) -> None:
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     merged = dict(reports[-1])
     merged["parts"] = {}
+    merged.pop("command", None)
     for report in reports:
         merged["parts"] |= {
-            name: part | {"when": report["when"], "command": report["command"]}
+            # A part that was merged before has these already.
+            name: {"when": report["when"], "command": report.get("command")} | part
             for name, part in report["parts"].items()
         }
     merged["conclusions"] = concluded(merged["parts"], targets(options))
