@@ -31,7 +31,7 @@ from snapstore.cache.room import Room
 from snapstore.units import MIB, PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from snapstore.cache.directory import CacheDirectory, Occupant
@@ -381,6 +381,8 @@ class DecodedFile:
         self._content = content
         self._name = key.name
         self._lock = threading.Lock()
+        self._users = 0
+        self._is_closed = False
         self._memory: mmap.mmap | None = None
         self._meta, self._total = _lengths(key, tier.block_bytes)
         self._marks = self._prepare(fd)
@@ -432,7 +434,8 @@ class DecodedFile:
         """
         length = into.nbytes
         if not self.filled(offset, length):
-            self._walk(offset, length, into)
+            with self._kept_open():
+                self._walk(offset, length, into)
             return
         # What is there costs a look and a system call: small reads are many.
         try:
@@ -451,7 +454,8 @@ class DecodedFile:
         Raises:
             SnapError: What is missing cannot be had.
         """
-        return self.filled(offset, length) or self._walk(offset, length, None)
+        with self._kept_open():
+            return self.filled(offset, length) or self._walk(offset, length, None)
 
     def hold(self) -> int:
         """Return a writable descriptor that keeps the file from being removed.
@@ -460,6 +464,8 @@ class DecodedFile:
             OSError: There are too many open files, or this is closed.
         """
         with self._lock:
+            if self._is_closed:
+                raise OSError(errno.EBADF, f"{self.path} is closed")
             # A duplicate has the shared lock as well.
             return os.dup(self._fd)
 
@@ -470,17 +476,36 @@ class DecodedFile:
                 self._tier.directory.unlink(self._name)
 
     def close(self) -> None:
-        """Let it be removed when its turn comes. Idempotent."""
+        """Let it be removed when its turn comes, and nobody fills it any more. Idempotent."""
         with self._lock:
-            fds, self.fd, self._fd = (self.fd, self._fd), -1, -1
-            if fds[1] < 0:
-                return
-            with contextlib.suppress(OSError):
-                os.utime(fds[1])
-            for fd in fds:
-                os.close(fd)
-            self._marks.close()
-            self._memory = None
+            self._is_closed = True
+            if not self._users:
+                self._release()
+
+    def _release(self) -> None:
+        """Close what is open; with the lock."""
+        fds, self.fd, self._fd = (self.fd, self._fd), -1, -1
+        if fds[1] < 0:
+            return
+        with contextlib.suppress(OSError):
+            os.utime(fds[1])
+        for fd in fds:
+            os.close(fd)
+        self._marks.close()
+        self._memory = None
+
+    @contextlib.contextmanager
+    def _kept_open(self) -> Iterator[None]:
+        """Put off what `close` does to the end of the block: no number is used that is closed."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._is_closed and not self._users:
+                    self._release()
 
     def _pread(self, offset: int, into: memoryview) -> None:
         try:

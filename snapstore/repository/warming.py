@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, TypeVar
 
 from snapstore.backend.base import ObjectKind
@@ -18,6 +18,7 @@ from snapstore.format import limits
 from snapstore.format.tree import EntryType
 from snapstore.ids import PackId
 from snapstore.repository.file_content import CACHED_BYTES_MIN
+from snapstore.repository.joining import wait_for_all
 from snapstore.repository.memory import MemoryPlan
 from snapstore.repository.read_plan import plan_reads
 from snapstore.repository.stored_frames import FrameErrors, check_stored, read_unit
@@ -256,10 +257,12 @@ def _fetch_all(fetch: Callable[[_Item], int], items: Iterable[_Item], threads: i
             raise
         return total
 
+    futures: list[Future[int]] = []
     with ThreadPoolExecutor(threads, thread_name_prefix="snapstore-warm") as executor:
         try:
-            futures = [executor.submit(work) for _ in range(threads)]
+            futures.extend(executor.submit(work) for _ in range(threads))
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
+            wait_for_all(futures)
     return sum(future.result() for future in futures)
