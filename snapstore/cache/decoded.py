@@ -105,6 +105,10 @@ class Cells:
         """The cell that holds a byte."""
         return bisect.bisect_right(self._starts, offset) - 1
 
+    def has_data(self, offset: int) -> bool:
+        """Whether anything is stored of the cell that holds a byte."""
+        return not self.is_zeros[self.at(offset)]
+
     def joined(self, row: int, end: int, bytes_max: int) -> int:
         """Up to which cell to go at once from `row` on, and not beyond what begins before `end`."""
         last = row + 1

@@ -96,6 +96,10 @@ class CachedFile:
         """
         return self._content.cells.parts(FILL_BYTES_MAX)
 
+    def has_data(self, offset: int) -> bool:
+        """Whether anything is stored of the part that begins there; else it is zeros."""
+        return self._content.cells.has_data(offset)
+
     def ensure(self, offset: int, length: int) -> bool:
         """Fetch what is missing of a range. Whoever wants the same meanwhile waits for it.
 
@@ -277,7 +281,7 @@ class NodeCache:
 
     def has(self, tier: CacheTier) -> bool:
         """Whether it has this part."""
-        return (self._stored if tier is CacheTier.PACKS else self._decoded) is not None
+        return self._part(tier) is not None
 
     def file(self, file: HasContent) -> CachedFile:
         """Read a file of a snapshot through the part of the cache that is in memory.
@@ -390,6 +394,36 @@ class NodeCache:
             if self._decoded is not None and CacheTier.DECODED in tiers:
                 freed += self._decoded.room.evict(keep_bytes, among=among)
         return freed
+
+    def fitting(self, tier: CacheTier, wanted_bytes: int, names: Collection[str]) -> int:
+        """How many of so many bytes a part can keep at once, without what is pinned of others.
+
+        Args:
+            tier: Which part; there has to be one.
+            wanted_bytes: How many.
+            names: Of the cache files that they are for.
+
+        Raises:
+            AccessDenied: It cannot be read.
+        """
+        part = self._part(tier)
+        assert part is not None, tier
+        with self._access("read"):
+            kept = sum(
+                file.size_bytes
+                for file in part.occupants()
+                if file.name not in names and self._pins.holds(file.name)
+            )
+        return part.room.fitting(wanted_bytes, kept)
+
+    def trim(self, tier: CacheTier) -> None:
+        """Remove what a part has above its budget, if anything."""
+        part = self._part(tier)
+        if part is not None:
+            part.room.trim()
+
+    def _part(self, tier: CacheTier) -> StoredTier | DecodedTier | None:
+        return self._stored if tier is CacheTier.PACKS else self._decoded
 
     def close(self) -> None:
         """Let go of it; files that are open stay so. Idempotent."""

@@ -119,6 +119,21 @@ class Room:
             self._store(after)
             return before - after
 
+    def fitting(self, wanted_bytes: int, kept_bytes: int) -> int:
+        """How many of so many bytes can be there at once, beside others that stay.
+
+        If they are not all, what is kept free for later is left out: it would be taken from them.
+        """
+        left = self.budget_bytes - kept_bytes
+        if wanted_bytes <= left:
+            return wanted_bytes
+        return max(left - self.budget_bytes // _SLACK_SHARE, 0)
+
+    def trim(self) -> None:
+        """Remove files until the budget holds: of what many write at once some is not counted."""
+        with contextlib.suppress(OSError):
+            self.evict(self.budget_bytes)
+
     def close(self) -> None:
         """Close the count, once nobody uses it. Idempotent."""
         self._handle.close()

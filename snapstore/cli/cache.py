@@ -161,7 +161,8 @@ def warm(
 ) -> None:
     """Fetch what the cache lacks of a snapshot, checked, before somebody needs it.
 
-    Exits with 8 if there is no room for all of it. May be interrupted; the next run goes on.
+    If there is no room for all of it, that is said beforehand, only what fits is fetched, and it
+    exits with 8. May be interrupted; the next run goes on.
     """
     with command(json=json, quiet=quiet) as console:
         options = StoreOptions(
@@ -182,6 +183,7 @@ def warm(
                 ranks=parse_ranks(rank or []),
                 bytes_per_s=rate,
                 progress=progress,
+                warn=console.warn,
             )
         seconds = clock.monotonic_s() - started_s
         if result.missed_bytes:

@@ -138,4 +138,6 @@ def test_no_room_is_8(shop: Shop, tmp_path: Path) -> None:
     ended = run("cache", "warm", NAME, "--cache", tmp_path / "cache", "--json", store=shop.store)
     assert ended.code == 8
     assert json.loads(ended.out)["error"]["code"] == "OutOfSpace"
+    assert "warning: " in ended.err
+    assert "fit into the cache (packs): the rest is not fetched" in ended.err
     assert "did not fit" in ended.err
