@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
 from snapstore.cache.cached_backend import CachedBackend
-from snapstore.cache.config import CacheConfig, check_config, read_config, write_config
+from snapstore.cache.config import (
+    CacheConfig,
+    check_config,
+    read_config,
+    require_cache,
+    write_config,
+)
 from snapstore.cache.contents import CacheEntry, CacheStats, CacheTier, TierStats
 from snapstore.cache.decoded import FILL_BYTES_MAX, DecodedTier
 from snapstore.cache.directory import CacheDirectory, unusable
@@ -191,20 +197,29 @@ class NodeCache:
         config: Its settings when it was opened.
     """
 
-    def __init__(self, directory: Path | str, *, clock: Clock | None = None) -> None:
-        """Open a cache, and make it with default settings where there is none.
+    def __init__(
+        self, directory: Path | str, *, create: bool = True, clock: Clock | None = None
+    ) -> None:
+        """Open a cache.
+
+        Args:
+            directory: Where.
+            create: Make it with default settings where there is none.
+            clock: For tests.
 
         Raises:
             PolicyRefused: Somebody else could have prepared the directory.
-            UsageError: It holds other things, or its settings cannot be meant.
+            UsageError: It holds other things, or its settings cannot be meant, or there is none.
             CacheUnusable: It cannot be used now, an `AccessDenied`; without it all goes on.
             AccessDenied: This user may not use it.
         """
         self._clock = clock or SystemClock()
         with contextlib.ExitStack() as opened:
-            self._directory = CacheDirectory.open(Path(directory), create=True)
+            self._directory = CacheDirectory.open(Path(directory), create=create)
             opened.callback(self._directory.close)
             try:
+                if not create:
+                    require_cache(self._directory)
                 self.config = read_config(self._directory)
                 self._pins_directory = self._directory.below(_PINS)
                 opened.callback(self._pins_directory.close)
