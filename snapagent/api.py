@@ -231,11 +231,15 @@ class RestoreDone(_Answer, frozen=True):
 
 
 class ProgressBody(_Answer, frozen=True):
-    """How far a job is; `total_bytes` is 0 if nobody knows."""
+    """How far a job is; `total_bytes` is 0 if nobody knows.
+
+    It is an estimate while a capture stores: what is resident, and external memory.
+    """
 
     phase: str
     done_bytes: int
     total_bytes: int
+    total_is_estimate: bool = False
 
 
 class CaptureStep(_Answer, frozen=True):

@@ -158,7 +158,14 @@ class Daemon:
                 warned = len(job.warnings)
                 if progress is not None and job.progress is not None:
                     now = job.progress
-                    progress(snapstore.Progress(now.phase, now.done_bytes, now.total_bytes))
+                    progress(
+                        snapstore.Progress(
+                            now.phase,
+                            now.done_bytes,
+                            now.total_bytes,
+                            is_estimate=now.total_is_estimate,
+                        )
+                    )
         if job.result is None and job.error is None:
             raise DaemonLost(
                 f"the agent at {self._path} ended in the middle of it",

@@ -109,6 +109,7 @@ class Job(Generic[R]):
             phase=progress.phase,
             done_bytes=progress.done_bytes,
             total_bytes=progress.total_bytes,
+            total_is_estimate=progress.is_estimate,
         )
         self.on_change()
 

@@ -190,7 +190,7 @@ class _PlainProgress:
         if now.phase != self._phase:
             self._phase = now.phase
             self._started_s = self._shown_s = moment_s
-            total = f": {format_bytes(now.total_bytes)}" if now.total_bytes else ""
+            total = f": {_total(now)}" if now.total_bytes else ""
             _complain(f"{now.phase}{total}")
             return
         if moment_s - self._shown_s < _PLAIN_INTERVAL_S:
@@ -200,5 +200,9 @@ class _PlainProgress:
         line = f"{now.phase}: {format_bytes(now.done_bytes)}"
         if now.total_bytes:
             left_s = (now.total_bytes - now.done_bytes) / max(rate, 1)
-            line += f" of {format_bytes(now.total_bytes)}, {left_s:.0f} s left"
+            line += f" of {_total(now)}, {left_s:.0f} s left"
         _complain(f"{line}, {format_bytes(int(rate))}/s")
+
+
+def _total(now: Progress) -> str:
+    return f"{'about ' if now.is_estimate else ''}{format_bytes(now.total_bytes)}"
