@@ -364,6 +364,23 @@ def _lengths(key: FileKey, block_bytes: int) -> tuple[int, int]:
     return meta, align_up(meta + _HEADER_BYTES + pages, block_bytes)
 
 
+class _Reading:
+    """Owns a descriptor for reading: it is closed when nobody refers to this any more.
+
+    So the many small reads need no lock to be safe from a `close` beside them.
+    """
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        # Descriptors are the system's own to close when the interpreter is about to end.
+        with contextlib.suppress(OSError, TypeError, AttributeError):
+            os.close(self.fd)
+
+
 class DecodedFile:
     """One cache file, open. Thread-safe; while it is open it is not removed.
 
@@ -390,7 +407,8 @@ class DecodedFile:
         self._memory: mmap.mmap | None = None
         self._meta, self._total = _lengths(key, tier.block_bytes)
         self._marks = self._prepare(fd)
-        self.fd = tier.directory.open_file(self._name, write=False)
+        self._reading: _Reading | None = _Reading(tier.directory.open_file(self._name, write=False))
+        self.fd = self._reading.fd
         self._fd = fd
         os.utime(fd)
 
@@ -442,8 +460,9 @@ class DecodedFile:
                 self._walk(offset, length, into)
             return
         # What is there costs a look and a system call: small reads are many.
+        reading = self._reading
         try:
-            if os.preadv(self.fd, (into,), offset) == length:
+            if reading is not None and os.preadv(reading.fd, (into,), offset) == length:
                 return
         except OSError as error:
             _log.warning("cannot read %s: %s", self.path, error)
@@ -488,13 +507,14 @@ class DecodedFile:
 
     def _release(self) -> None:
         """Close what is open; with the lock."""
-        fds, self.fd, self._fd = (self.fd, self._fd), -1, -1
-        if fds[1] < 0:
+        fd, self.fd, self._fd = self._fd, -1, -1
+        if fd < 0:
             return
         with contextlib.suppress(OSError):
-            os.utime(fds[1])
-        for fd in fds:
-            os.close(fd)
+            os.utime(fd)
+        os.close(fd)
+        # Who is reading has it still.
+        self._reading = None
         self._marks.close()
         self._memory = None
 
@@ -512,9 +532,12 @@ class DecodedFile:
                     self._release()
 
     def _pread(self, offset: int, into: memoryview) -> None:
+        reading = self._reading
         try:
             while into.nbytes:
-                count = os.preadv(self.fd, [into], offset)
+                if reading is None:
+                    raise OSError(errno.EBADF, f"{self.path} is closed")  # noqa: TRY301
+                count = os.preadv(reading.fd, [into], offset)
                 if not count:
                     raise OSError(f"{self.path} ends before offset {offset}")  # noqa: TRY301
                 into, offset = into[count:], offset + count

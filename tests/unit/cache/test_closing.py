@@ -101,3 +101,34 @@ def test_what_is_filled_meanwhile_is_kept(tmp_path: Path, memory_directory: Path
         with cache.open_content(content) as again:
             assert again.filled(0, SIZE)
     assert max(content.fetched) == 1
+
+
+def test_a_read_beside_a_close_has_its_descriptor(
+    tmp_path: Path, memory_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a read that has begun never reads from another file.
+
+    Method: close the file right before the system call, and take numbers that are free by then.
+    """
+    data = random_bytes(SIZE, 1).tobytes()
+    with contextlib.ExitStack() as opened:
+        cache = opened.enter_context(
+            NodeCache.init(
+                tmp_path / "cache", budget_bytes=0, memory=memory_directory, memory_budget_bytes=GIB
+            )
+        )
+        file = cache.open_content(ByteContent(data, pages_per_cell=SIZE // PAGE_BYTES))
+        file.read_into(0, bytearray(SIZE))
+        preadv = os.preadv
+
+        def close_first(fd: int, into: object, offset: int) -> int:
+            file.close()
+            for _ in range(4):
+                opened.callback(os.close, os.open("/dev/zero", os.O_RDONLY))
+            return preadv(fd, into, offset)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "preadv", close_first)
+        found = bytearray(SIZE)
+        file.read_into(0, found)
+        assert bytes(found) == data
+        assert file.fd == -1
