@@ -15,6 +15,7 @@ from snapstore import SnapError
 
 __all__ = [
     "BODY_BYTES_MAX",
+    "JOB_ID",
     "CaptureDone",
     "CaptureJob",
     "CaptureJobs",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 BODY_BYTES_MAX: Final = 256 << 10
+JOB_ID: Final = "^[0-9a-f]{16}$"
 
 Pid = Annotated[int, msgspec.Meta(ge=1, le=(1 << 22))]
 _PART = "[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
@@ -53,6 +55,17 @@ Name = Annotated[
     str, msgspec.Meta(pattern=f"{_NAME}(?:{_TAG}|@b3:[0-9a-f]{{64}})?$", max_length=384)
 ]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
+# The length as well: to some patterns, `$` is also before a newline at the end.
+JobId = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=JOB_ID,
+        min_length=16,
+        max_length=16,
+        description="The id of the job, chosen at random, so that it can be cancelled before the "
+        "answer has come; default: the daemon chooses",
+    ),
+]
 Where = Literal["here", "fresh"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -83,6 +96,7 @@ class CaptureRequestBody(_Body, frozen=True):
     ] = msgspec.field(default_factory=dict)
     stop: bool = False
     freeze_fast: bool = False
+    id: JobId | None = None
 
 
 class RestoreRequestBody(_Body, frozen=True):
@@ -99,6 +113,7 @@ class RestoreRequestBody(_Body, frozen=True):
     force: bool = False
     allow_driver_change: bool = False
     integrity: Literal["strong", "fast"] | None = None
+    id: JobId | None = None
 
 
 class PreflightProcessBody(_Body, frozen=True):
@@ -216,11 +231,15 @@ class RestoreDone(_Answer, frozen=True):
 
 
 class ProgressBody(_Answer, frozen=True):
-    """How far a job is; `total_bytes` is 0 if nobody knows."""
+    """How far a job is; `total_bytes` is 0 if nobody knows.
+
+    It is an estimate while a capture stores: what is resident, and external memory.
+    """
 
     phase: str
     done_bytes: int
     total_bytes: int
+    total_is_estimate: bool = False
 
 
 class CaptureStep(_Answer, frozen=True):

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Self
 
 import snapstore
 from snapagent.capture_sinks import ImageStore, PageStore
+from snapagent.capture_total import ExpectedTotal, resident_bytes
 from snapagent.control import Control
 from snapagent.criu import program
 from snapagent.criu.hooks import ScriptHooks
@@ -69,6 +70,7 @@ from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from snapagent.config import AgentConfig
@@ -193,7 +195,6 @@ def capture(
     control = control or Control()
     clock = SystemClock()
     started_s = clock.monotonic_s()
-    compression = snapstore.Compression.NONE if request.freeze_fast else None
     with contextlib.ExitStack() as stack:
         # The work directory tells others that this process is being captured.
         work = stack.enter_context(work_directory(config, "capture", only_of=request.pid))
@@ -204,15 +205,12 @@ def capture(
             # Else it is frozen by now, which was refused if it could not be.
             obstacles += check_external(request.pid, None, config.broker_path)
         require(obstacles, of=f"process {request.pid}", done="captured")
-        writer = stack.enter_context(
-            store.begin(
-                request.name,
-                labels=request.labels,
-                compression=compression,
-                progress=progress,
-            )
-        )
+        told = None if progress is None else ExpectedTotal(progress)
+        _expect(told, request.pid, frozen)
+        writer = stack.enter_context(_begin(store, request, told))
         cuda = _checkpoint_cuda(request.pid, stack)
+        if cuda is not None:
+            _expect(told, request.pid, frozen)
         dump = _Dump(writer, work, request, config, control)
         dump.cuda = cuda
         external = RegionStreams(
@@ -240,6 +238,24 @@ def find_obstacles(
     found = _obstacles(pid, config, stop=stop)
     found += check_external(pid, broker, config.broker_path)
     return sorted(found, key=lambda one: not one.blocking)
+
+
+def _begin(
+    store: Store, request: CaptureRequest, progress: ProgressCallback | None
+) -> AbstractContextManager[SnapshotWriter]:
+    return store.begin(
+        request.name,
+        labels=request.labels,
+        compression=snapstore.Compression.NONE if request.freeze_fast else None,
+        progress=progress,
+    )
+
+
+def _expect(told: ExpectedTotal | None, pid: int, frozen: Sequence[FrozenSession]) -> None:
+    """Estimate how much there is to store, of what is in the tree's memory now."""
+    if told is not None:
+        external = sum(region.length for session in frozen for region in session.regions)
+        told.expect(resident_bytes(_tree(pid)) + external)
 
 
 def _obstacles(pid: int, config: AgentConfig, *, stop: bool) -> list[Obstacle]:

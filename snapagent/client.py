@@ -7,6 +7,7 @@ spares the loading of a client that knows all of HTTP.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -14,8 +15,8 @@ import msgspec
 
 import snapstore
 from snapagent import api
-from snapagent.errors import DaemonLost, ProtocolError
-from snapstore.errors import UsageError
+from snapagent.errors import DaemonLost, NoSuchJob, ProtocolError
+from snapstore.errors import SnapError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -74,7 +75,10 @@ class Daemon:
 
         Where Ctrl-C comes too late for that, `warn` is told, and the result is returned.
         """
-        done = self._follow("/v1/captures", api.CaptureJob, body, progress, warn).result
+        job_id = body.id or secrets.token_hex(8)
+        body = msgspec.structs.replace(body, id=job_id)
+        mine = f"/v1/captures/{job_id}"
+        done = self._follow(mine, api.CaptureJob, body, progress, warn).result
         assert done is not None, "what is done has a result"
         return done
 
@@ -88,34 +92,52 @@ class Daemon:
 
         Where Ctrl-C comes too late for that, `warn` is told, and the result is returned.
         """
-        done = self._follow("/v1/restores", api.RestoreJob, body, progress, warn).result
+        job_id = body.id or secrets.token_hex(8)
+        body = msgspec.structs.replace(body, id=job_id)
+        mine = f"/v1/restores/{job_id}"
+        done = self._follow(mine, api.RestoreJob, body, progress, warn).result
         assert done is not None, "what is done has a result"
         return done
 
     def _follow(
         self,
-        target: str,
+        mine: str,
         kind: type[J],
         body: msgspec.Struct,
         progress: ProgressCallback | None,
         warn: Callable[[str], None],
     ) -> J:
-        job = self.ask("POST", target, kind, body)
-        mine = f"{target}/{job.id}"
+        job: J | None = None
         try:
+            job = self.ask("POST", mine.rpartition("/")[0], kind, body)
             job = self._watch(mine, job, progress, warn)
         except BaseException as interruption:
-            # Ended for good before anybody is told: who asks next finds nothing half done.
-            with contextlib.suppress(DaemonLost, ProtocolError):
-                job = self.ask("DELETE", mine, kind)
-                if not job.cancelling and job.error is None:
-                    warn("it is too late to cancel this: it is done")
-                job = self._watch(mine, job, None, lambda _: None)
+            if job is None and _is_refusal(interruption):
+                raise
+            # Also before the answer has come: the daemon may have begun it by then. Ended for good
+            # before anybody is told: who asks next finds nothing half done.
+            job = self._cancel(mine, kind, warn) or job
             # Who was told "interrupted" would do again what has been done.
-            if not isinstance(interruption, KeyboardInterrupt) or job.result is None:
+            if not isinstance(interruption, KeyboardInterrupt) or job is None or job.result is None:
                 raise
         if job.error is not None:
             raise api.to_error(job.error)
+        return job
+
+    def _cancel(self, mine: str, kind: type[J], warn: Callable[[str], None]) -> J | None:
+        """End a job and return it as it ended; none where that cannot be known."""
+        job: J | None = None
+        try:
+            job = self.ask("DELETE", mine, kind)
+            if not job.cancelling and job.error is None:
+                warn("it is too late to cancel this: it is done")
+            job = self._watch(mine, job, None, lambda _: None)
+        except (DaemonLost, ProtocolError):
+            pass
+        except SnapError as error:
+            # Then it has not begun, and the daemon will not begin it.
+            if error.code != NoSuchJob.__name__:
+                raise
         return job
 
     def _watch(
@@ -136,7 +158,14 @@ class Daemon:
                 warned = len(job.warnings)
                 if progress is not None and job.progress is not None:
                     now = job.progress
-                    progress(snapstore.Progress(now.phase, now.done_bytes, now.total_bytes))
+                    progress(
+                        snapstore.Progress(
+                            now.phase,
+                            now.done_bytes,
+                            now.total_bytes,
+                            is_estimate=now.total_is_estimate,
+                        )
+                    )
         if job.result is None and job.error is None:
             raise DaemonLost(
                 f"the agent at {self._path} ended in the middle of it",
@@ -191,6 +220,11 @@ class Daemon:
             raise api.to_error(_decoded(buffer, api.ErrorAnswer).error)
         if buffer:
             yield buffer
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether an error is the daemon's answer, so that it has begun nothing."""
+    return isinstance(error, SnapError) and not isinstance(error, DaemonLost | ProtocolError)
 
 
 def _divided(buffer: bytes) -> tuple[bytes, bool, bytes]:

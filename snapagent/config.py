@@ -356,15 +356,32 @@ def load_settings(path: Path | None = None) -> Settings:
     Raises:
         ConfigInvalid: The file cannot be read, or a value cannot be.
     """
-    named = path or Path(os.environ.get(CONFIG_VARIABLE) or CONFIG_PATH)
-    required = path is not None or CONFIG_VARIABLE in os.environ
-    values = _read_file(named, required=required)
+    named, values = _named_file(path)
     sources = dict.fromkeys(values, str(named))
     for key in Settings.__struct_fields__:
         variable = _variable(key)
         if variable and (text := os.environ.get(variable)):
             values[key], sources[key] = text, f"${variable}"
     return _convert(values, sources, str(named))
+
+
+def load_file(path: Path | None = None) -> Settings:
+    """Read the configuration file alone, with what variables of the environment take the place of.
+
+    Args:
+        path: As for `load_settings`.
+
+    Raises:
+        ConfigInvalid: The file cannot be read, or a value cannot be.
+    """
+    named, values = _named_file(path)
+    return _convert(values, dict.fromkeys(values, str(named)), str(named))
+
+
+def _named_file(path: Path | None) -> tuple[Path, dict[str, object]]:
+    named = path or Path(os.environ.get(CONFIG_VARIABLE) or CONFIG_PATH)
+    required = path is not None or CONFIG_VARIABLE in os.environ
+    return named, _read_file(named, required=required)
 
 
 def check_store(settings: Settings) -> None:

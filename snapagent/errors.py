@@ -16,6 +16,7 @@
          DaemonBusy           the daemon has as many jobs as it takes
            DaemonEnding       it is about to end
          DaemonLost           the daemon went away in the middle of an answer
+         JobExists (6)        there is or was a job with the id that somebody chose
          NoSuchJob (3)        the daemon has no such job, or none that this peer may see
          GpuUnavailable       there is no CUDA driver, or no such GPU
          GpuFailed            a function of the CUDA driver returned an error
@@ -41,6 +42,7 @@ __all__ = [
     "GpuFailed",
     "GpuOutOfMemory",
     "GpuUnavailable",
+    "JobExists",
     "NoSuchJob",
     "NoSuchProcess",
     "PreflightFailed",
@@ -110,6 +112,12 @@ class DaemonLost(AgentError):
     """The daemon went away: what it had under way is ended, and its next start tells of it."""
 
     retryable = True
+
+
+class JobExists(AgentError):
+    """There is or was a job with the id that was chosen for a new one. Nothing was begun."""
+
+    exit_code = 6
 
 
 class NoSuchJob(AgentError):

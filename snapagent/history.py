@@ -18,6 +18,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+from snapagent.errors import JobExists
 from snapstore.clock import SystemClock, format_utc
 from snapstore.units import MIB
 
@@ -129,8 +130,15 @@ class History:
     def begin(
         self, kind: Kind, name: str, *, snapshot: str | None = None, entry_id: str | None = None
     ) -> str:
-        """Begin an entry; returns its id, by default a new one, also where it cannot be written."""
-        entry_id = entry_id or secrets.token_hex(8)
+        """Begin an entry; returns its id, by default a new one, also where it cannot be written.
+
+        Raises:
+            JobExists: The record has an entry with this id, which a new one would hide.
+        """
+        if entry_id is None:
+            entry_id = secrets.token_hex(8)
+        else:
+            self._require_new(entry_id)
         self._began[entry_id] = self._clock.monotonic_s()
         pid = os.getpid()
         self._append(
@@ -156,6 +164,14 @@ class History:
     def note(self, entry_id: str, reason: str) -> None:
         """Say why an entry was interrupted, from another process than the one that began it."""
         self._append({"event": "note", "id": entry_id, "reason": reason[:TEXT_MAX]})
+
+    def _require_new(self, entry_id: str) -> None:
+        with contextlib.suppress(OSError):
+            if f'"id":"{entry_id}"'.encode() in _tail(self._path, 2 * self._bytes_max):
+                raise JobExists(
+                    f"there was a job {entry_id} already",
+                    next_step="choose ids at random, or leave them to the agent",
+                )
 
     # -- writing ------------------------------------------------------------------------------
 

@@ -17,11 +17,13 @@ class Progress:
         phase: One word for what is being done, such as `store` or `commit`.
         done_bytes: Logical bytes done.
         total_bytes: Logical bytes in all, or 0 if that is not known.
+        is_estimate: The total may turn out to be another one.
     """
 
     phase: str
     done_bytes: int
     total_bytes: int
+    is_estimate: bool = False
 
 
 ProgressCallback = Callable[[Progress], None]

@@ -8,6 +8,7 @@ import typer
 
 from snapagent.cli.places import NoDaemon, daemon
 from snapstore.cli.common import Json, Quiet, command
+from snapstore.cli.console import writing
 from snapstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def history(
             entries = _read_here(settings, count, console)
         if json:
             for entry in entries:
-                print(msgspec.json.encode(entry, order="sorted").decode())
+                with writing():
+                    print(msgspec.json.encode(entry, order="sorted").decode())
             return
         headings = ["started", "", "name", "result", "time>", "phases", "bytes", "faults>"]
         console.table(headings, [_row(entry) for entry in entries])

@@ -42,13 +42,17 @@ def run_command(
     be done, captured processes go on, and restored ones that are not whole are ended.
     """
     with command(json=json, quiet=quiet) as console:
-        from snapagent.config import check_store, load_settings, unknown_variables
+        from snapagent.config import check_store, load_file, load_settings, unknown_variables
 
         settings = load_settings(config)
         check_store(settings)
         unknown = unknown_variables()
         if check:
             _check(settings, unknown)
+            # Also what a variable of this environment hides: the daemon's may not have it.
+            of_file = load_file(config)
+            check_store(of_file)
+            _check(of_file, unknown)
             if json or not quiet:
                 _show(settings, console)
             return

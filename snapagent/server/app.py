@@ -13,7 +13,7 @@ from aiohttp import web
 from snapagent import api
 from snapagent.errors import AgentError, DaemonBusy, DaemonEnding, PreflightFailed
 from snapagent.server.policy import peer_of
-from snapagent.server.routes import JOB_ID, ROUTES, NoQuery, Route
+from snapagent.server.routes import ROUTES, NoQuery, Route
 from snapstore.errors import SnapError, UsageError
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class _LazyStream:
 
 def _job_id(request: web.Request) -> str:
     job_id = request.match_info["id"]
-    if re.fullmatch(JOB_ID, job_id) is None:
+    if re.fullmatch(api.JOB_ID, job_id) is None:
         raise UsageError("not an id of a job", next_step="it has 16 hexadecimal digits")
     return job_id
 

@@ -18,13 +18,14 @@ from snapagent.control import ENDED
 from snapagent.errors import DaemonBusy, NoSuchJob
 from snapagent.history import ENTRIES_MAX, History, read_history
 from snapagent.recorded import collect_reasons
+from snapagent.server.called_off import CalledOff
 from snapagent.server.jobs import Job
 from snapagent.server.memory import describe_broker
 from snapagent.server.openapi import description
 from snapagent.server.policy import require_same_pids
 from snapagent.server.work import Work
 from snapstore.clock import SystemClock, format_utc
-from snapstore.errors import PolicyRefused
+from snapstore.errors import Interrupted, PolicyRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,6 +83,7 @@ class Handlers:
         self._gpus = gpus
         self._work = Work(settings.agent, stores, policy, broker, gpus)
         self._started = format_utc(SystemClock().now_ns())
+        self._called_off = CalledOff()
         self._looks = 0
         self._description = description()
         self.stopping = False
@@ -94,7 +96,8 @@ class Handlers:
         self._policy.require(peer, "capture", body.name, store)
         require_same_pids(peer)
         self._policy.require_processes(peer, body.pid, "capture", body.name)
-        job = Job(api.CaptureDone, name=body.name, store=store, uid=peer.uid)
+        self._require_wanted(peer, body.id)
+        job = Job(api.CaptureDone, name=body.name, store=store, uid=peer.uid, job_id=body.id)
         return self._jobs.submit(job, self._work.capture(job, body, peer))
 
     async def begin_restore(self, peer: Peer, body: api.RestoreRequestBody) -> AnyAnswer:
@@ -104,8 +107,13 @@ class Handlers:
         if body.into_pid is not None:
             require_same_pids(peer)
             self._policy.require_namespaces(peer, body.into_pid, body.name)
-        job = Job(api.RestoreDone, name=body.name, store=store, uid=peer.uid)
+        self._require_wanted(peer, body.id)
+        job = Job(api.RestoreDone, name=body.name, store=store, uid=peer.uid, job_id=body.id)
         return self._jobs.submit(job, self._work.restore(job, body, peer))
+
+    def _require_wanted(self, peer: Peer, job_id: str | None) -> None:
+        if job_id is not None and self._called_off.take(peer.uid, job_id):
+            raise Interrupted(f"job {job_id} was cancelled before it was begun")
 
     async def list_captures(self, peer: Peer) -> api.CaptureJobs:
         """List captures."""
@@ -142,7 +150,12 @@ class Handlers:
         return self._cancel(peer, api.RestoreJob, job_id)
 
     def _cancel(self, peer: Peer, kind: type[AnyAnswer], job_id: str) -> AnyAnswer:
-        job = self._find(peer, kind, job_id)
+        try:
+            job = self._find(peer, kind, job_id)
+        except NoSuchJob:
+            # The request that begins it may be under way.
+            self._called_off.add(peer.uid, job_id)
+            raise
         if not peer.is_root and job.uid != peer.uid:
             raise PolicyRefused(
                 f"uid {peer.uid} may not cancel what uid {job.uid} began",

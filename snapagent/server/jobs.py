@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from snapagent import api
 from snapagent.control import CAPTURE_STATES, ENDED, RESTORE_STATES, Control
-from snapagent.errors import AgentError, DaemonBusy, DaemonEnding, NoSuchJob
+from snapagent.errors import AgentError, DaemonBusy, DaemonEnding, JobExists, NoSuchJob
 from snapagent.server import shares
 from snapstore import SnapError
 from snapstore.clock import SystemClock, format_utc
@@ -41,8 +41,10 @@ R = TypeVar("R", api.CaptureDone, api.RestoreDone)
 class Job(Generic[R]):
     """One capture or restore of this daemon. Methods may be called from any thread."""
 
-    def __init__(self, kind: type[R], *, name: str, store: str, uid: int) -> None:
-        self.id = secrets.token_hex(8)
+    def __init__(
+        self, kind: type[R], *, name: str, store: str, uid: int, job_id: str | None = None
+    ) -> None:
+        self.id = job_id or secrets.token_hex(8)
         self.is_capture = kind is api.CaptureDone
         self.name = name
         self.store = store
@@ -107,6 +109,7 @@ class Job(Generic[R]):
             phase=progress.phase,
             done_bytes=progress.done_bytes,
             total_bytes=progress.total_bytes,
+            total_is_estimate=progress.is_estimate,
         )
         self.on_change()
 
@@ -199,7 +202,13 @@ class JobTable:
         Raises:
             DaemonBusy: As many wait as may, of all or of this user, or the daemon is about to end
                 (`DaemonEnding`).
+            JobExists: There is one with this id.
         """
+        if job.id in self._entries:
+            raise JobExists(
+                f"there is a job {job.id} already",
+                next_step="choose ids at random, or leave them to the agent",
+            )
         if self._stopping:
             raise DaemonEnding("the agent is about to end", next_step="ask again when it runs")
         self._require_place(job.uid)

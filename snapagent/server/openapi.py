@@ -8,7 +8,7 @@ import msgspec
 
 import snapstore
 from snapagent import api
-from snapagent.server.routes import ERRORS, JOB_ID, ROUTES, Route
+from snapagent.server.routes import ERRORS, ROUTES, Route
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,7 +74,7 @@ def _success(route: Route, schemas: Mapping[object, object]) -> dict[str, object
 def _parameters(route: Route) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     if "{id}" in route.path:
-        schema: dict[str, object] = {"type": "string", "pattern": JOB_ID}
+        schema: dict[str, object] = {"type": "string", "pattern": api.JOB_ID}
         found.append({"name": "id", "in": "path", "required": True, "schema": schema})
     described: dict[str, Any] = msgspec.json.schema(route.query)
     fields = described["$defs"][route.query.__name__]["properties"]

@@ -19,8 +19,6 @@ __all__ = ["ERRORS", "ROUTES", "HistoryQuery", "Media", "NoQuery", "Route", "Wai
 
 Media = Literal["application/json", "application/x-ndjson", "text/plain"]
 
-JOB_ID: Final = "^[0-9a-f]{16}$"
-
 ERRORS: Final[Mapping[int, str]] = {
     400: "The request cannot be meant",
     403: "Policy does not let this peer do that; the next step names the rule that is missing",
@@ -104,7 +102,7 @@ class Route:
         return tuple(sorted(found))
 
 
-_BEGIN = (403, 429, 503, 422)
+_BEGIN = (403, 409, 429, 503, 422)
 _LOOK = (403, 404, 409, 422, 429, 502, 507)
 
 ROUTES: Final = (

@@ -56,6 +56,17 @@ def read_config(directory: CacheDirectory) -> CacheConfig:
     return _read(directory)
 
 
+def require_cache(directory: CacheDirectory) -> None:
+    """Raise `UsageError` if nobody has made a cache of it."""
+    names = directory.names()
+    if CONFIG_NAME not in names:
+        _require_empty(directory)
+        raise UsageError(
+            f"there is no cache at {directory.path}",
+            next_step=f"name another one, or make it: snapstore cache init {directory.path}",
+        )
+
+
 def write_config(directory: CacheDirectory, config: CacheConfig, *, replace: bool) -> None:
     """Write the settings.
 

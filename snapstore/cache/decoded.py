@@ -31,7 +31,7 @@ from snapstore.cache.room import Room
 from snapstore.units import MIB, PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from snapstore.cache.directory import CacheDirectory, Occupant
@@ -104,6 +104,10 @@ class Cells:
     def at(self, offset: int) -> int:
         """The cell that holds a byte."""
         return bisect.bisect_right(self._starts, offset) - 1
+
+    def has_data(self, offset: int) -> bool:
+        """Whether anything is stored of the cell that holds a byte."""
+        return not self.is_zeros[self.at(offset)]
 
     def joined(self, row: int, end: int, bytes_max: int) -> int:
         """Up to which cell to go at once from `row` on, and not beyond what begins before `end`."""
@@ -360,6 +364,23 @@ def _lengths(key: FileKey, block_bytes: int) -> tuple[int, int]:
     return meta, align_up(meta + _HEADER_BYTES + pages, block_bytes)
 
 
+class _Reading:
+    """Owns a descriptor for reading: it is closed when nobody refers to this any more.
+
+    So the many small reads need no lock to be safe from a `close` beside them.
+    """
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        # Descriptors are the system's own to close when the interpreter is about to end.
+        with contextlib.suppress(OSError, TypeError, AttributeError):
+            os.close(self.fd)
+
+
 class DecodedFile:
     """One cache file, open. Thread-safe; while it is open it is not removed.
 
@@ -381,10 +402,13 @@ class DecodedFile:
         self._content = content
         self._name = key.name
         self._lock = threading.Lock()
+        self._users = 0
+        self._is_closed = False
         self._memory: mmap.mmap | None = None
         self._meta, self._total = _lengths(key, tier.block_bytes)
         self._marks = self._prepare(fd)
-        self.fd = tier.directory.open_file(self._name, write=False)
+        self._reading: _Reading | None = _Reading(tier.directory.open_file(self._name, write=False))
+        self.fd = self._reading.fd
         self._fd = fd
         os.utime(fd)
 
@@ -432,11 +456,13 @@ class DecodedFile:
         """
         length = into.nbytes
         if not self.filled(offset, length):
-            self._walk(offset, length, into)
+            with self._kept_open():
+                self._walk(offset, length, into)
             return
         # What is there costs a look and a system call: small reads are many.
+        reading = self._reading
         try:
-            if os.preadv(self.fd, (into,), offset) == length:
+            if reading is not None and os.preadv(reading.fd, (into,), offset) == length:
                 return
         except OSError as error:
             _log.warning("cannot read %s: %s", self.path, error)
@@ -451,7 +477,8 @@ class DecodedFile:
         Raises:
             SnapError: What is missing cannot be had.
         """
-        return self.filled(offset, length) or self._walk(offset, length, None)
+        with self._kept_open():
+            return self.filled(offset, length) or self._walk(offset, length, None)
 
     def hold(self) -> int:
         """Return a writable descriptor that keeps the file from being removed.
@@ -460,6 +487,8 @@ class DecodedFile:
             OSError: There are too many open files, or this is closed.
         """
         with self._lock:
+            if self._is_closed:
+                raise OSError(errno.EBADF, f"{self.path} is closed")
             # A duplicate has the shared lock as well.
             return os.dup(self._fd)
 
@@ -470,22 +499,45 @@ class DecodedFile:
                 self._tier.directory.unlink(self._name)
 
     def close(self) -> None:
-        """Let it be removed when its turn comes. Idempotent."""
+        """Let it be removed when its turn comes, and nobody fills it any more. Idempotent."""
         with self._lock:
-            fds, self.fd, self._fd = (self.fd, self._fd), -1, -1
-            if fds[1] < 0:
-                return
-            with contextlib.suppress(OSError):
-                os.utime(fds[1])
-            for fd in fds:
-                os.close(fd)
-            self._marks.close()
-            self._memory = None
+            self._is_closed = True
+            if not self._users:
+                self._release()
+
+    def _release(self) -> None:
+        """Close what is open; with the lock."""
+        fd, self.fd, self._fd = self._fd, -1, -1
+        if fd < 0:
+            return
+        with contextlib.suppress(OSError):
+            os.utime(fd)
+        os.close(fd)
+        # Who is reading has it still.
+        self._reading = None
+        self._marks.close()
+        self._memory = None
+
+    @contextlib.contextmanager
+    def _kept_open(self) -> Iterator[None]:
+        """Put off what `close` does to the end of the block: no number is used that is closed."""
+        with self._lock:
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._is_closed and not self._users:
+                    self._release()
 
     def _pread(self, offset: int, into: memoryview) -> None:
+        reading = self._reading
         try:
             while into.nbytes:
-                count = os.preadv(self.fd, [into], offset)
+                if reading is None:
+                    raise OSError(errno.EBADF, f"{self.path} is closed")  # noqa: TRY301
+                count = os.preadv(reading.fd, [into], offset)
                 if not count:
                     raise OSError(f"{self.path} ends before offset {offset}")  # noqa: TRY301
                 into, offset = into[count:], offset + count

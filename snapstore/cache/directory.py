@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from snapstore.cache.handle import Handle
 from snapstore.errors import AccessDenied, PolicyRefused, UsageError
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ class Occupant(NamedTuple):
 class CacheDirectory:
     """A directory that is held open: whoever renames paths above it changes nothing here.
 
-    Thread-safe. Methods raise `OSError`; names are single components.
+    Thread-safe. Methods raise `OSError`, once it is closed as well; names are single components.
     """
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
-        self._fd = fd
+        self._handle = Handle(fd)
 
     @classmethod
     def open(cls, path: Path, *, create: bool = False) -> Self:
@@ -85,7 +86,8 @@ class CacheDirectory:
         flags |= os.O_CREAT if create else 0
         # What is no file is refused below; a fifo must not make us wait for somebody else first.
         flags |= os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, 0o600, dir_fd=self._fd)
+        with self._handle.used() as directory:
+            fd = os.open(name, flags, 0o600, dir_fd=directory)
         try:
             _require_own_file(self.path / name, os.fstat(fd))
         except BaseException:
@@ -96,39 +98,41 @@ class CacheDirectory:
     def is_named(self, fd: int, name: str) -> bool:
         """Whether a file that is open still has its name."""
         try:
-            found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            with self._handle.used() as directory:
+                found = os.stat(name, dir_fd=directory, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return os.path.samestat(os.fstat(fd), found)
 
     def names(self) -> list[str]:
         """The names of everything in it."""
-        return os.listdir(self._fd)  # noqa: PTH208 - by its descriptor
+        with self._handle.used() as directory:
+            return os.listdir(directory)  # noqa: PTH208 - by its descriptor
 
     def versions(self) -> frozenset[tuple[str, int, int]]:
         """Something that changes whenever a file in it comes, goes or is replaced."""
-        found = set()
-        for name in self.names():
-            with contextlib.suppress(FileNotFoundError):
-                about = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-                found.add((name, about.st_ino, about.st_mtime_ns))
-        return frozenset(found)
+        return frozenset((name, about.st_ino, about.st_mtime_ns) for name, about in self._looks())
 
     def occupants(self, prefix: str = "") -> list[Occupant]:
         """Give the files whose names begin with `prefix`, the one that was unused longest first."""
-        found = []
-        for name in self.names():
-            if name.startswith(prefix):
-                with contextlib.suppress(FileNotFoundError):
-                    about = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-                    if stat.S_ISREG(about.st_mode):
-                        found.append(Occupant(about.st_mtime_ns, name, about.st_blocks * 512))
-        return sorted(found)
+        return sorted(
+            Occupant(about.st_mtime_ns, name, about.st_blocks * 512)
+            for name, about in self._looks(prefix)
+            if stat.S_ISREG(about.st_mode)
+        )
+
+    def _looks(self, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
+        """Everything in it whose name begins so, but for what vanishes meanwhile."""
+        with self._handle.used() as directory:
+            for name in os.listdir(directory):  # noqa: PTH208 - by its descriptor
+                if name.startswith(prefix):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield name, os.stat(name, dir_fd=directory, follow_symlinks=False)
 
     def unlink(self, name: str) -> None:
         """Remove a file; one that is gone is success."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._fd)
+        with self._handle.used() as directory, contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)
 
     def read(self, name: str, limit_bytes: int) -> bytes:
         """Read a small file; of a longer one, one byte more than the limit."""
@@ -141,42 +145,40 @@ class CacheDirectory:
         Raises:
             FileExistsError: There is one, and it is not to be replaced.
         """
-        with self._part(data) as part:
+        with self._handle.used() as directory, self._part(data) as part:
             if replace:
-                os.replace(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                os.replace(part, name, src_dir_fd=directory, dst_dir_fd=directory)
             else:
-                os.link(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                os.link(part, name, src_dir_fd=directory, dst_dir_fd=directory)
 
     def free_bytes(self) -> int:
         """Room on its file system."""
-        found = os.fstatvfs(self._fd)
+        with self._handle.used() as directory:
+            found = os.fstatvfs(directory)
         return found.f_bavail * found.f_frsize
 
     @property
     def block_bytes(self) -> int:
         """In what the file system hands out room: a page, or a huge page."""
-        return os.fstatvfs(self._fd).f_bsize
+        with self._handle.used() as directory:
+            return os.fstatvfs(directory).f_bsize
 
     @property
     def file_system(self) -> str:
         """The type of its file system."""
-        return file_system_of(self._fd)
+        with self._handle.used() as directory:
+            return file_system_of(directory)
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Let go of it, once nobody uses it. Idempotent."""
+        self._handle.close()
 
     @contextlib.contextmanager
     def _part(self, data: bytes) -> Iterator[str]:
         name = f".part-{secrets.token_hex(8)}"
-        fd = os.open(
-            name,
-            os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o600,
-            dir_fd=self._fd,
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self._handle.used() as directory:
+            fd = os.open(name, flags, 0o600, dir_fd=directory)
         try:
             with os.fdopen(fd, "wb") as file:
                 file.write(data)

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
 from snapstore.cache.cached_backend import CachedBackend
-from snapstore.cache.config import CacheConfig, check_config, read_config, write_config
+from snapstore.cache.config import (
+    CacheConfig,
+    check_config,
+    read_config,
+    require_cache,
+    write_config,
+)
 from snapstore.cache.contents import CacheEntry, CacheStats, CacheTier, TierStats
 from snapstore.cache.decoded import FILL_BYTES_MAX, DecodedTier
 from snapstore.cache.directory import CacheDirectory, unusable
@@ -95,6 +101,10 @@ class CachedFile:
         They cover the file in order and are of 16 MiB at most, but for zeros that are not stored.
         """
         return self._content.cells.parts(FILL_BYTES_MAX)
+
+    def has_data(self, offset: int) -> bool:
+        """Whether anything is stored of the part that begins there; else it is zeros."""
+        return self._content.cells.has_data(offset)
 
     def ensure(self, offset: int, length: int) -> bool:
         """Fetch what is missing of a range. Whoever wants the same meanwhile waits for it.
@@ -187,20 +197,29 @@ class NodeCache:
         config: Its settings when it was opened.
     """
 
-    def __init__(self, directory: Path | str, *, clock: Clock | None = None) -> None:
-        """Open a cache, and make it with default settings where there is none.
+    def __init__(
+        self, directory: Path | str, *, create: bool = True, clock: Clock | None = None
+    ) -> None:
+        """Open a cache.
+
+        Args:
+            directory: Where.
+            create: Make it with default settings where there is none.
+            clock: For tests.
 
         Raises:
             PolicyRefused: Somebody else could have prepared the directory.
-            UsageError: It holds other things, or its settings cannot be meant.
+            UsageError: It holds other things, or its settings cannot be meant, or there is none.
             CacheUnusable: It cannot be used now, an `AccessDenied`; without it all goes on.
             AccessDenied: This user may not use it.
         """
         self._clock = clock or SystemClock()
         with contextlib.ExitStack() as opened:
-            self._directory = CacheDirectory.open(Path(directory), create=True)
+            self._directory = CacheDirectory.open(Path(directory), create=create)
             opened.callback(self._directory.close)
             try:
+                if not create:
+                    require_cache(self._directory)
                 self.config = read_config(self._directory)
                 self._pins_directory = self._directory.below(_PINS)
                 opened.callback(self._pins_directory.close)
@@ -277,7 +296,7 @@ class NodeCache:
 
     def has(self, tier: CacheTier) -> bool:
         """Whether it has this part."""
-        return (self._stored if tier is CacheTier.PACKS else self._decoded) is not None
+        return self._part(tier) is not None
 
     def file(self, file: HasContent) -> CachedFile:
         """Read a file of a snapshot through the part of the cache that is in memory.
@@ -390,6 +409,36 @@ class NodeCache:
             if self._decoded is not None and CacheTier.DECODED in tiers:
                 freed += self._decoded.room.evict(keep_bytes, among=among)
         return freed
+
+    def fitting(self, tier: CacheTier, wanted_bytes: int, names: Collection[str]) -> int:
+        """How many of so many bytes a part can keep at once, without what is pinned of others.
+
+        Args:
+            tier: Which part; there has to be one.
+            wanted_bytes: How many.
+            names: Of the cache files that they are for.
+
+        Raises:
+            AccessDenied: It cannot be read.
+        """
+        part = self._part(tier)
+        assert part is not None, tier
+        with self._access("read"):
+            kept = sum(
+                file.size_bytes
+                for file in part.occupants()
+                if file.name not in names and self._pins.holds(file.name)
+            )
+        return part.room.fitting(wanted_bytes, kept)
+
+    def trim(self, tier: CacheTier) -> None:
+        """Remove what a part has above its budget, if anything."""
+        part = self._part(tier)
+        if part is not None:
+            part.room.trim()
+
+    def _part(self, tier: CacheTier) -> StoredTier | DecodedTier | None:
+        return self._stored if tier is CacheTier.PACKS else self._decoded
 
     def close(self) -> None:
         """Let go of it; files that are open stay so. Idempotent."""

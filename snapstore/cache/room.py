@@ -13,6 +13,7 @@ import struct
 import threading
 from typing import TYPE_CHECKING
 
+from snapstore.cache.handle import Handle
 from snapstore.cache.locks import Patience, try_lock_file, unlock_file
 
 if TYPE_CHECKING:
@@ -60,15 +61,16 @@ class Room:
         self._survey = survey
         self._evict = evict
         self._lock = threading.Lock()
-        self._fd = state.open_file(name, create=True)
-        with self._locked() as locked:
-            if locked and os.fstat(self._fd).st_size != _COUNT.size:
+        self._handle = Handle(state.open_file(name, create=True))
+        with self._locked() as locked, self._handle.used() as fd:
+            if locked and os.fstat(fd).st_size != _COUNT.size:
                 self._store(_total(survey()))
 
     @property
     def used_bytes(self) -> int:
         """What the count says."""
-        data = os.pread(self._fd, _COUNT.size, 0)
+        with self._handle.used() as fd:
+            data = os.pread(fd, _COUNT.size, 0)
         return int(_COUNT.unpack(data)[0]) if len(data) == _COUNT.size else self.budget_bytes
 
     def take(self, count_bytes: int) -> bool:
@@ -117,11 +119,24 @@ class Room:
             self._store(after)
             return before - after
 
+    def fitting(self, wanted_bytes: int, kept_bytes: int) -> int:
+        """How many of so many bytes can be there at once, beside others that stay.
+
+        If they are not all, what is kept free for later is left out: it would be taken from them.
+        """
+        left = self.budget_bytes - kept_bytes
+        if wanted_bytes <= left:
+            return wanted_bytes
+        return max(left - self.budget_bytes // _SLACK_SHARE, 0)
+
+    def trim(self) -> None:
+        """Remove files until the budget holds: of what many write at once some is not counted."""
+        with contextlib.suppress(OSError):
+            self.evict(self.budget_bytes)
+
     def close(self) -> None:
-        """Close the count. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close the count, once nobody uses it. Idempotent."""
+        self._handle.close()
 
     def _make_room(self, needed: int) -> int:
         return self._evict_until(max(self.budget_bytes - needed, 0))
@@ -137,22 +152,23 @@ class Room:
         return used
 
     def _store(self, used: int) -> None:
-        os.pwrite(self._fd, _COUNT.pack(used), 0)
+        with self._handle.used() as fd:
+            os.pwrite(fd, _COUNT.pack(used), 0)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
         """Keep other threads and processes out; False if one of them takes too long."""
         # A descriptor shares its lock among threads, so they need one of their own.
-        with self._lock:
+        with self._lock, self._handle.used() as fd:
             patience = Patience(self._clock, _PATIENCE_S)
-            while not (locked := try_lock_file(self._fd)):
+            while not (locked := try_lock_file(fd)):
                 if not patience.wait():
                     break
             try:
                 yield locked
             finally:
                 if locked:
-                    unlock_file(self._fd)
+                    unlock_file(fd)
 
 
 def _total(occupants: Sequence[Occupant]) -> int:

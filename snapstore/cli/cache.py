@@ -161,7 +161,8 @@ def warm(
 ) -> None:
     """Fetch what the cache lacks of a snapshot, checked, before somebody needs it.
 
-    Exits with 8 if there is no room for all of it. May be interrupted; the next run goes on.
+    If there is no room for all of it, that is said beforehand, only what fits is fetched, and it
+    exits with 8. May be interrupted; the next run goes on.
     """
     with command(json=json, quiet=quiet) as console:
         options = StoreOptions(
@@ -173,7 +174,10 @@ def warm(
         rate = None if max_rate is None else _rate(max_rate)
         clock = SystemClock()
         started_s = clock.monotonic_s()
-        with _store(store, options) as opened, console.progress() as progress:
+        with (
+            _store(store, options, create=True) as opened,
+            console.progress() as progress,
+        ):
             if pin:
                 opened.pin(name)
             result = opened.warm(
@@ -182,6 +186,7 @@ def warm(
                 ranks=parse_ranks(rank or []),
                 bytes_per_s=rate,
                 progress=progress,
+                warn=console.warn,
             )
         seconds = clock.monotonic_s() - started_s
         if result.missed_bytes:
@@ -283,16 +288,16 @@ def _required(given: Path | None) -> Path:
 def _open(given: Path | None) -> NodeCache:
     from snapstore.cache.node_cache import NodeCache
 
-    return NodeCache(_required(given))
+    return NodeCache(_required(given), create=False)
 
 
-def _store(url: str | None, options: StoreOptions) -> Store:
+def _store(url: str | None, options: StoreOptions, *, create: bool = False) -> Store:
     from snapstore.cache.node_cache import NodeCache
     from snapstore.repository.store import open_store
 
     assert options.node_cache is not None
     # What cannot be used now is only passed by where it is not what somebody asked for.
-    NodeCache(options.node_cache).close()
+    NodeCache(options.node_cache, create=create).close()
     return open_store(store_url(url), options, readonly=True)
 
 

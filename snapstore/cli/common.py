@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from snapstore.cli.console import Console
+from snapstore.cli.console import Console, OutputFailed, writing
 from snapstore.cli.startup import interrupt_by_exception
 from snapstore.errors import Interrupted, OutOfSpace, SnapError, UsageError
 from snapstore.options import (
@@ -95,16 +95,23 @@ def command(*, json: bool, quiet: bool) -> Iterator[Console]:
     interrupt_by_exception()
     try:
         yield console
-        sys.stdout.flush()
-    except BrokenPipeError as error:
-        # Whoever read our output has seen enough; the interpreter must not flush into it again.
+        with writing():
+            sys.stdout.flush()
+    except OutputFailed as failed:
+        # The interpreter must not flush into it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from error
+        cause = failed.__cause__
+        assert isinstance(cause, OSError), cause
+        # Whoever read our output may have seen enough.
+        if isinstance(cause, BrokenPipeError):
+            raise typer.Exit(1) from failed
+        lost = _kind_of(cause)(f"cannot write the output: {cause.strerror}")
+        console.error(lost)
+        raise typer.Exit(lost.exit_code) from failed
     except OSError as error:
-        full = OutOfSpace if error.errno in {errno.ENOSPC, errno.EDQUOT} else SnapError
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        console.error(full(f"cannot write the output: {error.strerror}"))
-        raise typer.Exit(full.exit_code) from error
+        refused = _error_of(error)
+        console.error(refused)
+        raise typer.Exit(refused.exit_code) from error
     except SnapError as error:
         console.error(error)
         raise typer.Exit(error.exit_code) from error
@@ -115,6 +122,22 @@ def command(*, json: bool, quiet: bool) -> Iterator[Console]:
         stopped = Interrupted("interrupted", next_step=step)
         console.error(stopped)
         raise typer.Exit(stopped.exit_code) from interrupt
+
+
+def _kind_of(error: OSError) -> type[SnapError]:
+    return OutOfSpace if error.errno in {errno.ENOSPC, errno.EDQUOT} else SnapError
+
+
+def _error_of(error: OSError) -> SnapError:
+    """Say what the kernel refused where nobody knew better."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return UsageError(
+            "the working directory was removed", next_step="change to one that is there"
+        )
+    name = "" if error.filename is None else f"{os.fsdecode(error.filename)!r}: "
+    return _kind_of(error)(f"{name}{error.strerror or error}")
 
 
 def store_url(given: str | None) -> str:

@@ -13,7 +13,7 @@ from snapstore.errors import SnapError
 from snapstore.progress import Progress, ProgressCallback
 from snapstore.units import format_bytes
 
-__all__ = ["Console", "one_line"]
+__all__ = ["Console", "OutputFailed", "one_line", "writing"]
 
 _PLAIN_INTERVAL_S = 5.0
 _PIPE_COLUMNS = 200
@@ -21,6 +21,23 @@ _CONTROL = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"
 }
 """Names and labels come from trees and stores of others: they must not steer a terminal."""
+
+
+class OutputFailed(Exception):
+    """What was found cannot be printed; the `OSError` that says why is its cause."""
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Mark errors of what prints to stdout, so that no others are taken for them.
+
+    Raises:
+        OutputFailed: It cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputFailed from error
 
 
 class Console:
@@ -36,10 +53,11 @@ class Console:
 
     def result(self, value: Mapping[str, object], text: str) -> None:
         """Print what a command found or did: an object, or a line or more for people."""
-        if self.json:
-            print(_as_json(value), flush=True)
-        else:
-            print(_shown(text))
+        with writing():
+            if self.json:
+                print(_as_json(value), flush=True)
+            else:
+                print(_shown(text))
 
     def table(self, headings: list[str], rows: list[list[str]]) -> None:
         """Print a table for people; columns whose heading ends in `>` are right-aligned."""
@@ -58,7 +76,8 @@ class Console:
             table.add_row(*(one_line(_shown(cell)) for cell in row))
         # Tables keep their columns when the output goes to a file or a pipe.
         width = None if sys.stdout.isatty() else _PIPE_COLUMNS
-        rich.console.Console(highlight=False, markup=False, width=width).print(table)
+        with writing():
+            rich.console.Console(highlight=False, markup=False, width=width).print(table)
 
     def note(self, text: str) -> None:
         """Tell people something on the side."""
@@ -171,7 +190,7 @@ class _PlainProgress:
         if now.phase != self._phase:
             self._phase = now.phase
             self._started_s = self._shown_s = moment_s
-            total = f": {format_bytes(now.total_bytes)}" if now.total_bytes else ""
+            total = f": {_total(now)}" if now.total_bytes else ""
             _complain(f"{now.phase}{total}")
             return
         if moment_s - self._shown_s < _PLAIN_INTERVAL_S:
@@ -181,5 +200,9 @@ class _PlainProgress:
         line = f"{now.phase}: {format_bytes(now.done_bytes)}"
         if now.total_bytes:
             left_s = (now.total_bytes - now.done_bytes) / max(rate, 1)
-            line += f" of {format_bytes(now.total_bytes)}, {left_s:.0f} s left"
+            line += f" of {_total(now)}, {left_s:.0f} s left"
         _complain(f"{line}, {format_bytes(int(rate))}/s")
+
+
+def _total(now: Progress) -> str:
+    return f"{'about ' if now.is_estimate else ''}{format_bytes(now.total_bytes)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,6 +128,8 @@ def mount(
             allow_other=allow_other,
             read_ahead_kib=parse_bytes(read_ahead) // 1024,
         )
+        if _hides_something(options.directory):
+            console.warn(f"{directory} is not empty: what is in it is hidden by the mount")
         configure_log(log_file, is_detached=not foreground)
         if foreground:
             _serve(options, functools.partial(_tell, console))
@@ -191,6 +195,18 @@ def _places(places: list[str], *, all_names: bool) -> tuple[str | None, Path]:
 def _absolute(url: str) -> str:
     """What the store is called from any directory: the daemon leaves the one it was started in."""
     return url if "://" in url else str(Path(url).absolute())
+
+
+def _hides_something(directory: Path) -> bool:
+    """Whether there is anything in a directory that is about to be mounted on."""
+    from snapstore.mount.table import mounted_at
+
+    # Where something is mounted, it may be dead, or hang; that is looked at later.
+    if mounted_at(directory) is not None:
+        return False
+    with contextlib.suppress(OSError), os.scandir(directory) as listing:
+        return next(listing, None) is not None
+    return False
 
 
 def _serve(options: MountOptions, ready: Callable[[Mapping[str, object]], None]) -> None:

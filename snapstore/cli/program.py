@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -56,10 +56,40 @@ def run_program(app: typer.Typer, *, guarded: str) -> None:
             f"{app.info.name}: refusing to run under python -O: its assertions guard {guarded}"
         )
     try:
+        if _wants_json(sys.argv[1:]):
+            _run_for_json(app)
         app()
     finally:
         # The process ends here: going through all that is left, object by object, is no use.
         gc.freeze()
+
+
+def _wants_json(arguments: list[str]) -> bool:
+    """Whether JSON is asked for, as far as that can be told of a command line that is wrong."""
+    if "--" in arguments:
+        arguments = arguments[: arguments.index("--")]
+    return "--json" in arguments
+
+
+def _run_for_json(app: typer.Typer) -> NoReturn:
+    """Run a program, and tell of wrong usage as of any other error."""
+    # Typer has the classes of click, without saying where.
+    base = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+    try:
+        status = app(standalone_mode=False)
+    except Exception as error:
+        if not isinstance(error, base):
+            raise
+        from snapstore.cli.console import Console
+        from snapstore.errors import UsageError
+
+        wrong: Any = error
+        context = getattr(wrong, "ctx", None)
+        path = app.info.name if context is None else context.command_path
+        refused = UsageError(wrong.format_message(), next_step=f"see `{path} --help`")
+        Console(json=True, quiet=True).error(refused)
+        sys.exit(refused.exit_code)
+    sys.exit(status)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with one positional

@@ -38,7 +38,9 @@ def pull(
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", parser=path_given, help="Where to; must not exist or be empty."
+            metavar="DIR",
+            parser=path_given,
+            help="Where to; must not exist or be empty, nor be where you are.",
         ),
     ],
     *,

@@ -20,6 +20,7 @@ __all__ = [
     "State",
     "answered",
     "mounted_at",
+    "mounted_inside",
     "place_of",
     "seen_elsewhere",
     "state_of",
@@ -49,12 +50,15 @@ class Mounted(NamedTuple):
     """One line of the table.
 
     Attributes:
+        number: Its own, and `parent` that of what it is mounted on.
         device: `MAJOR:MINOR`.
         directory: The mount point, raw.
         type: Of the file system, such as `fuse.snapstore`.
         source: What is mounted, as its maker calls it.
     """
 
+    number: int
+    parent: int
     device: str
     directory: bytes
     type: str
@@ -90,6 +94,23 @@ def mounted_at(directory: Path) -> Mounted | None:
         if entry is not None and entry.directory == wanted:
             found = entry
     return found
+
+
+def mounted_inside(mount: Mounted) -> list[Path]:
+    """Tell where in a mount others are mounted; not what lies hidden below it."""
+    entries = [_parse(line) for line in _TABLE.read_bytes().splitlines()]
+    below: dict[int, list[Mounted]] = {}
+    for entry in entries:
+        if entry is not None and entry.parent != entry.number:
+            below.setdefault(entry.parent, []).append(entry)
+    found: list[Mounted] = []
+    waiting = [mount]
+    while waiting:
+        # Taken out, so that a table that was read while it changed has no circles.
+        inside = below.pop(waiting.pop().number, [])
+        found += inside
+        waiting += inside
+    return [Path(os.fsdecode(entry.directory)) for entry in found]
 
 
 def state_of(directory: Path) -> State:
@@ -141,4 +162,11 @@ def _parse(line: bytes) -> Mounted | None:
     if len(before) < 6 or len(after) < 2:
         return None
     directory = _ESCAPE.sub(lambda found: bytes([int(found[1], 8)]), before[4])
-    return Mounted(before[2].decode(), directory, os.fsdecode(after[0]), os.fsdecode(after[1]))
+    return Mounted(
+        int(before[0]),
+        int(before[1]),
+        before[2].decode(),
+        directory,
+        os.fsdecode(after[0]),
+        os.fsdecode(after[1]),
+    )

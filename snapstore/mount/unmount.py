@@ -17,6 +17,7 @@ from snapstore.mount.table import (
     State,
     answered,
     mounted_at,
+    mounted_inside,
     place_of,
     seen_elsewhere,
     state_of,
@@ -76,7 +77,7 @@ def unmount(
     Raises:
         LookupFailed: Nothing is mounted there.
         UsageError: Something else is mounted there.
-        ConcurrencyError: It is in use.
+        ConcurrencyError: It is in use, or something is mounted inside of it.
     """
     directory = place_of(directory)
     found = mounted_at(directory)
@@ -94,6 +95,13 @@ def unmount(
         raise MountBusy(
             f"the process that serves {str(directory)!r} does not answer",
             next_step="add --force, which fails whoever waits for it, or --lazy",
+        )
+    # Those in one that does not answer cannot be reached any more, so they go with it.
+    inside = mounted_inside(found) if state is State.LIVING else []
+    if inside:
+        raise MountBusy(
+            f"something is mounted inside of {str(directory)!r}, on {str(inside[0])!r}",
+            next_step="unmount that first; it would be taken away as well",
         )
     # Asked while it answers; a dead one has no daemon to wait for.
     daemon = _daemon(directory) if state is State.LIVING else None

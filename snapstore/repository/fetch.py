@@ -9,12 +9,13 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from snapstore.compression import decode_frame
 from snapstore.format import limits
 from snapstore.repository.buffers import BufferPool
+from snapstore.repository.joining import wait_for_all
 from snapstore.repository.read_plan import Destination, PlannedFrame, ReadPlan, ReadUnit
 from snapstore.repository.stored_frames import FrameErrors, check_stored, is_stored_raw, read_unit
 
@@ -106,12 +107,14 @@ class _Fetch:
                 self._stop.set()
                 raise
 
+        futures: list[Future[None]] = []
         with ThreadPoolExecutor(threads, thread_name_prefix="snapstore-fetch") as executor:
             try:
-                futures = [executor.submit(work, worker) for worker in range(threads)]
+                futures.extend(executor.submit(work, worker) for worker in range(threads))
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 self._stop.set()
+                wait_for_all(futures)
         for future in futures:
             future.result()
 

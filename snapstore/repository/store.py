@@ -428,10 +428,12 @@ class Store:
         ranks: Sequence[RankNumber] = (),
         bytes_per_s: float | None = None,
         progress: ProgressCallback | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> WarmResult:
         """Fetch into the node's cache what it lacks of a snapshot.
 
-        What is there already is not fetched again. Safe to interrupt and to repeat.
+        What is there already is not fetched again. Of what cannot be there at once only as much is
+        fetched as can. Safe to interrupt and to repeat.
 
         Args:
             name: Which snapshot.
@@ -439,6 +441,7 @@ class Store:
             ranks: Only these; default all.
             bytes_per_s: How fast to read from the store at most.
             progress: Told how far it is.
+            warn: Told beforehand if there is no room for all of it.
 
         Raises:
             UsageError: No cache was opened with the store, or it has no such part.
@@ -457,7 +460,7 @@ class Store:
             snapshot = dataclasses.replace(snapshot, backend=reading)
         meter = ProgressMeter(progress)
         try:
-            return warm_snapshot(snapshot, self._options, meter, tier=tier, ranks=ranks)
+            return warm_snapshot(snapshot, self._options, meter, tier=tier, ranks=ranks, warn=warn)
         except BaseException:
             if paced is not None:
                 paced.stop()

@@ -5,26 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, TypeVar
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from snapstore.backend.base import ObjectKind
 from snapstore.backend.direct import page_aligned
 from snapstore.cache.cached_backend import CachedBackend
 from snapstore.cache.contents import CacheTier
+from snapstore.cache.decoded import FILL_BYTES_MAX
 from snapstore.cache.pins import Pin
 from snapstore.errors import UsageError
 from snapstore.format import limits
 from snapstore.format.tree import EntryType
 from snapstore.ids import PackId
 from snapstore.repository.file_content import CACHED_BYTES_MIN
+from snapstore.repository.joining import wait_for_all
 from snapstore.repository.memory import MemoryPlan
 from snapstore.repository.read_plan import plan_reads
 from snapstore.repository.stored_frames import FrameErrors, check_stored, read_unit
+from snapstore.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+    from snapstore.cache.decoded import Content, FileKey
     from snapstore.cache.node_cache import CachedFile, NodeCache
     from snapstore.format.rank import RankNumber
     from snapstore.ids import SnapshotId
@@ -54,7 +58,8 @@ class WarmResult:
 
     Attributes:
         tier: Which part of the cache.
-        wanted_bytes: What the snapshot has: stored bytes of packs, or bytes of files.
+        wanted_bytes: What the snapshot has: stored bytes of packs, or bytes of files without those
+            zeros of which nothing is stored.
         missed_bytes: What of that the cache did not keep, for want of room.
         files: Files that are decoded, or 0.
     """
@@ -65,6 +70,25 @@ class WarmResult:
     files: int
 
 
+class _Work(NamedTuple):
+    cache: NodeCache
+    meter: ProgressMeter
+    ranks: Sequence[RankNumber]
+    threads: int
+    warn: Callable[[str], None]
+
+    def begin(self, tier: CacheTier, wanted_bytes: int, names: Collection[str]) -> int:
+        """Say what there is no room for; gives how many bytes to fetch."""
+        fitting = self.cache.fitting(tier, wanted_bytes, names)
+        if fitting < wanted_bytes:
+            self.warn(
+                f"{format_bytes(wanted_bytes)} are wanted and {format_bytes(fitting)} fit into the "
+                f"cache ({tier.value}): the rest is not fetched"
+            )
+        self.meter.enter("warm", fitting)
+        return fitting
+
+
 def warm_snapshot(
     snapshot: Snapshot,
     options: StoreOptions,
@@ -72,8 +96,12 @@ def warm_snapshot(
     *,
     tier: CacheTier,
     ranks: Sequence[RankNumber] = (),
+    warn: Callable[[str], None],
 ) -> WarmResult:
     """Fetch what the cache lacks of a snapshot, or of some of its ranks.
+
+    Only as much as the cache can keep at once: the rest would take its room, and that of others.
+    `warn` is told beforehand.
 
     Raises:
         UsageError: There is no such part of the cache, or no such rank.
@@ -90,9 +118,10 @@ def warm_snapshot(
     memory = MemoryPlan.of(options)
     wanted = snapshot.backend.capabilities.readers_in_parallel
     threads = min(max(memory.readers, wanted), memory.readers_max)
+    work = _Work(cache, meter, ranks, threads, warn)
     if tier is CacheTier.PACKS:
-        return _warm_packs(snapshot, memory.read_bytes, meter, ranks, threads)
-    return _warm_decoded(snapshot, cache, meter, ranks, threads)
+        return _warm_packs(snapshot, memory.read_bytes, work)
+    return _warm_decoded(snapshot, work)
 
 
 def cache_files_of(snapshot: Snapshot) -> tuple[str, ...]:
@@ -152,18 +181,15 @@ def _cache_of(snapshot: Snapshot) -> NodeCache:
     return snapshot.node_cache
 
 
-def _warm_packs(
-    snapshot: Snapshot,
-    read_bytes: int,
-    meter: ProgressMeter,
-    ranks: Sequence[RankNumber],
-    threads: int,
-) -> WarmResult:
+def _warm_packs(snapshot: Snapshot, read_bytes: int, work: _Work) -> WarmResult:
     backend = snapshot.backend
     assert isinstance(backend, CachedBackend), backend
-    meter.enter("plan")
-    plan = plan_reads([rank.layout for rank in snapshot.ranks(ranks)], read_bytes_max=read_bytes)
-    meter.enter("warm", plan.stored_bytes)
+    work.meter.enter("plan")
+    layouts = [rank.layout for rank in snapshot.ranks(work.ranks)]
+    plan = plan_reads(layouts, read_bytes_max=read_bytes)
+    packs = {unit.pack for unit in plan.units}
+    names = {backend.file_name(ObjectKind.PACK, pack.hex) or "" for pack in packs}
+    fitting = work.begin(CacheTier.PACKS, plan.stored_bytes, names)
     buffers = threading.local()
     size_bytes = max(read_bytes, limits.FRAME_STORED_BYTES_MAX) + limits.ALIGNMENT_FRAME_BYTES
 
@@ -178,10 +204,11 @@ def _warm_packs(
                 begin = frame.offset - unit.offset
                 data = stored[begin : begin + frame.stored_length]
                 check_stored(backend, unit.pack, frame, data)
-        meter.add(unit.length)
-        return 0
+        work.meter.add(unit.length)
+        return unit.length
 
-    _fetch_all(fetch, plan.units, threads)
+    _fetch_all(fetch, _first(plan.units, lambda unit: unit.length, fitting), work.threads)
+    work.cache.trim(CacheTier.PACKS)
     # Not before: what came last may have taken the room of what came first.
     missed = sum(
         unit.length
@@ -193,36 +220,69 @@ def _warm_packs(
     )
 
 
-def _warm_decoded(
-    snapshot: Snapshot,
-    cache: NodeCache,
-    meter: ProgressMeter,
-    ranks: Sequence[RankNumber],
-    threads: int,
-) -> WarmResult:
-    meter.enter("plan")
-    paths = _paths(snapshot, ranks)
-    total = sum(snapshot.entry(path).size_bytes for path in paths)
-    meter.enter("warm", total)
+def _warm_decoded(snapshot: Snapshot, work: _Work) -> WarmResult:
+    work.meter.enter("plan")
+    paths = _paths(snapshot, work.ranks)
+    # Files with the same content are one.
+    contents: dict[FileKey, Content] = {}
+    for path in paths:
+        with snapshot.open(path) as file:
+            content = file.content()
+        contents.setdefault(content.key, content)
+    total = sum(length for content in contents.values() for _, length in _data(content))
+    names = {key.name for key in contents}
+    fitting = work.begin(CacheTier.DECODED, total, names)
 
     def fill(part: tuple[CachedFile, int, int]) -> int:
         file, offset, length = part
-        is_kept = file.ensure(offset, length)
-        meter.add(length)
-        return 0 if is_kept else length
+        file.ensure(offset, length)
+        if not file.has_data(offset):
+            return 0
+        work.meter.add(length)
+        return length
 
-    missed = 0
-    for first in range(0, len(paths), _FILES_AT_ONCE):
+    left = fitting
+    every = list(contents.values())
+    for first in range(0, len(every), _FILES_AT_ONCE):
         with contextlib.ExitStack() as opened:
-            files = []
-            for path in paths[first : first + _FILES_AT_ONCE]:
-                file = opened.enter_context(snapshot.open(path))
-                files.append(opened.enter_context(cache.file(file)))
+            files = [
+                opened.enter_context(work.cache.open_content(content))
+                for content in every[first : first + _FILES_AT_ONCE]
+            ]
             parts = ((file, *part) for file in files for part in file.parts())
-            missed += _fetch_all(fill, parts, threads)
+            some = _first(parts, lambda one: one[2] if one[0].has_data(one[1]) else 0, left)
+            left -= _fetch_all(fill, some, work.threads)
+    work.cache.trim(CacheTier.DECODED)
+    missed = sum(_missing(work.cache, content) for content in every)
     return WarmResult(
         tier=CacheTier.DECODED, wanted_bytes=total, missed_bytes=missed, files=len(paths)
     )
+
+
+def _data(content: Content) -> list[tuple[int, int]]:
+    """The parts of a file of which something is stored."""
+    parts = content.cells.parts(FILL_BYTES_MAX)
+    return [part for part in parts if content.cells.has_data(part[0])]
+
+
+def _missing(cache: NodeCache, content: Content) -> int:
+    """How many bytes of a file's data are not in the cache."""
+    found = cache.find(content.key)
+    if found is None:
+        return sum(length for _, length in _data(content))
+    with contextlib.closing(found):
+        return sum(part[1] for part in _data(content) if not found.filled(*part))
+
+
+def _first(
+    items: Iterable[_Item], size_of: Callable[[_Item], int], limit_bytes: int
+) -> Iterator[_Item]:
+    """Give items up to the first one that there is no room for."""
+    for item in items:
+        limit_bytes -= size_of(item)
+        if limit_bytes < 0:
+            return
+        yield item
 
 
 def _paths(snapshot: Snapshot, ranks: Sequence[RankNumber]) -> list[bytes]:
@@ -256,10 +316,12 @@ def _fetch_all(fetch: Callable[[_Item], int], items: Iterable[_Item], threads: i
             raise
         return total
 
+    futures: list[Future[int]] = []
     with ThreadPoolExecutor(threads, thread_name_prefix="snapstore-warm") as executor:
         try:
-            futures = [executor.submit(work) for _ in range(threads)]
+            futures.extend(executor.submit(work) for _ in range(threads))
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
+            wait_for_all(futures)
     return sum(future.result() for future in futures)

@@ -358,6 +358,13 @@ def _check_final(parent_fd: int, name: bytes, final: Path) -> None:
                 )
     finally:
         os.close(fd)
+    # By what it is, since it may have been given by another path.
+    if os.path.samestat(status, os.stat(os.curdir)):  # noqa: PTH116 - compared with another one
+        raise TargetError(
+            f"{shown} is the working directory: a rename would put another one in its place, and "
+            "leave who is in it, such as your shell, in one that is removed",
+            next_step="add --in-place, or pull from elsewhere",
+        )
 
 
 def _is_mount_point(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """Shows of captures and restores of the tree of four, by the program."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,8 +8,8 @@ import pytest
 
 import snapstore
 from snapagent.linux import namespaces
-from snapstore.units import GIB, MIB
-from tests.support.agent import FRESH, Agent, succeeded
+from snapstore.units import GIB, MIB, parse_bytes
+from tests.support.agent import AGENT_S_MAX, FRESH, Agent, succeeded
 from tests.support.network_locks import without_network_locks
 from tests.support.placeholder import placeholder_container
 from tests.support.processes import end_processes_in
@@ -67,6 +68,16 @@ def test_tree_comes_back_every_way(any_agent: Agent, process_tree: ProcessTree) 
         for options in ((), ("--eager",), ()):
             assert not set(restored(agent, tree, *FRESH, *options)) & set(ids)
             tree.end()
+
+
+def test_a_total_is_expected(agent: Agent, process_tree: ProcessTree) -> None:
+    """Goal: how much there is to store is told from the start, and not far off."""
+    process = agent.start("capture", "tree", "--pid", str(process_tree.pid))
+    out, err = process.communicate(timeout=AGENT_S_MAX)
+    assert process.returncode == 0, err
+    (line,) = [line for line in err.splitlines() if line.startswith("store: about ")]
+    expected = parse_bytes(line.removeprefix("store: about ").replace(" ", ""))
+    assert 0.5 < expected / json.loads(out)["page_bytes"] < 2
 
 
 CHANGES = [

@@ -177,6 +177,9 @@ def test_commands_ask_the_daemon(world: World) -> None:
         assert restored["snapshot"] == again["snapshot"]
         (job,) = daemon.get(CAPTURE)["captures"]
         assert job["result"] == captured
+        stored = job["progress"]
+        assert stored["total_bytes"] == stored["done_bytes"] > captured["page_bytes"]
+        assert not stored["total_is_estimate"]
         (job,) = daemon.get(RESTORE)["restores"]
         assert job["result"] == restored
         states = [step["state"] for step in job["steps"]]

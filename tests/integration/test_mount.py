@@ -458,6 +458,48 @@ def test_a_container_keeps_its_mount(shop: Shop, mounts: Mounts) -> None:
     wait_until(lambda: "unmounted" in mount.log, "the daemon ends with the last mount")
 
 
+@pytest.mark.parametrize("option", ["--force", "--lazy", "--json"])
+def test_what_is_mounted_inside_is_not_taken_away(shop: Shop, mounts: Mounts, option: str) -> None:
+    mount = mounts.mount("team/model:v1", shop.store)
+    inner = mounts.mount("team/model:v1", shop.store, directory=mount.directory / "empty")
+    refused = mount.unmount(option)
+    assert refused.returncode == 6, refused.stderr
+    assert str(inner.directory) in refused.stderr
+    assert "weights" in names_in(inner.directory / "rank-0")
+    assert inner.unmount(option).returncode == 0
+    assert mount.unmount(option).returncode == 0
+
+
+def test_what_is_hidden_by_a_mount_is_no_part_of_it(shop: Shop, mounts: Mounts) -> None:
+    """Goal: what lies below a mount does not keep it, and is there again afterwards."""
+    lower = mounts.mount("team/model:v1", shop.store)
+    place = lower.directory.parent
+    upper = mounts.mount("team/model:v1", shop.store, directory=place)
+    assert upper.unmount().returncode == 0
+    assert "rank-0" in names_in(lower.directory)
+    assert lower.unmount().returncode == 0
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_directory_that_is_not_empty(
+    shop: Shop,
+    fuse: None,
+    tmp_path: Path,
+    is_empty: bool,  # noqa: FBT001
+) -> None:
+    """Goal: who hides files behind a mount is told so."""
+    there = tmp_path / "there"
+    there.mkdir()
+    if not is_empty:
+        (there / "mine").touch()
+    done = run_snapstore("mount", "team/model:v1", there, "--store", shop.store, "--quiet")
+    try:
+        assert done.returncode == 0, done.stderr
+        assert ("is not empty" in done.stderr) != is_empty
+    finally:
+        assert run_snapstore("umount", there).returncode == 0
+
+
 def test_forced_unmount_fails_readers(shop: Shop, mounts: Mounts) -> None:
     mount = mounts.mount("team/model:v1", shop.store)
     file = os.open(mount.directory / "rank-1" / "weights", os.O_RDONLY)

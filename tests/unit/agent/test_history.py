@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapagent.errors import CriuFailed
+from snapagent.errors import CriuFailed, JobExists
 from snapagent.history import BYTES_MAX, History, Outcome, read_history
 
 WRITER = """
@@ -253,3 +253,12 @@ def test_lines_are_plain_json(tmp_path: Path):
     events = [json.loads(line) for line in path.read_text().splitlines()]
     assert [event["event"] for event in events] == ["begin", "end"]
     assert len(path.read_bytes()) < BYTES_MAX
+
+
+def test_an_entry_is_not_hidden_by_another(tmp_path: Path):
+    history = History(tmp_path / "history.jsonl")
+    history.end(history.begin("restore", "a:b", entry_id="0" * 16), Outcome())
+    with pytest.raises(JobExists, match="0000"):
+        history.begin("restore", "c:d", entry_id="0" * 16)
+    (entry,) = read_history(tmp_path / "history.jsonl")
+    assert entry.name == "a:b"

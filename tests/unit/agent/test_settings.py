@@ -147,6 +147,31 @@ def test_a_store_that_cannot_be_is_found_before_the_start(check: Callable[..., R
         assert check(f'store = "{url}"').exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("SNAPAGENT_THREADS", "5", "threads = -1"),
+        ("SNAPAGENT_MEMORY", "1GiB", 'memory = "lots"'),
+        ("SNAPAGENT_JOBS_AT_ONCE", "2", 'jobs_at_once = "2"'),
+        ("SNAPSTORE_URL", "file:///b", 'store = "fiel:///x"'),
+        ("SNAPAGENT_SOCKET_GROUP", "0", 'socket_group = "no such group"'),
+    ],
+)
+def test_what_a_variable_hides_is_checked(
+    check: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    text: str,
+) -> None:
+    """Goal: a file that is right only in this environment is no file that is right."""
+    monkeypatch.setenv(variable, value)
+    assert check("").exit_code == 0
+    done = check(text)
+    assert done.exit_code == 2, done.output
+    assert text.partition(" ")[0] in done.output or "no such group" in done.output
+
+
 def test_quiet_checks_say_nothing(check: Callable[..., Result]) -> None:
     assert "threads = 3" in check("threads = 3").stdout
     assert not check("threads = 3", "--quiet").output

@@ -110,3 +110,21 @@ def test_a_damaged_count_is_taken_anew(shelf: Shelf) -> None:
     (shelf.state.path / "room").write_bytes(b"xy")
     assert shelf.room.take(100 * KIB)
     assert shelf.room.used_bytes == 100 * KIB
+
+
+def test_trimming(shelf: Shelf) -> None:
+    """What was written beyond the budget goes, what was unused longest first. Proves: N5."""
+    for number in range(12):
+        shelf.add(f"{number:02}", 64 * KIB, number)
+    shelf.room.trim()
+    assert shelf.names() == {f"{number:02}" for number in range(2, 12)}
+    shelf.room.trim()
+    assert len(shelf.names()) == 10
+
+
+def test_how_much_fits(shelf: Shelf) -> None:
+    assert shelf.room.fitting(BUDGET, 0) == BUDGET
+    assert shelf.room.fitting(BUDGET - 1, 1) == BUDGET - 1
+    # What making room leaves free would be taken from what is to stay.
+    assert shelf.room.fitting(BUDGET + 1, 0) == BUDGET - 20 * KIB
+    assert shelf.room.fitting(BUDGET, BUDGET) == 0

@@ -112,6 +112,29 @@ def test_exit_codes(
     assert "next:" in ended.err
 
 
+@pytest.mark.parametrize(
+    "arguments", [("stats",), ("ls",), ("evict", "--all"), ("unpin", NAME), ("pin", NAME)]
+)
+def test_who_only_looks_makes_no_cache(
+    shop: Shop, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """Goal: a path that was mistyped is an error, and not a directory from then on."""
+    here = {
+        "SNAPSTORE_CACHE": str(tmp_path / "typo" / "a"),
+        "SNAPSTORE_URL": f"file://{shop.store}",
+    }
+    ended = run("cache", *arguments, environment=here)
+    assert ended.code == 2, ended.err
+    assert f"there is no directory at {tmp_path}/typo/a" in ended.err
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "typo" / "a").mkdir(0o700, parents=True)
+    ended = run("cache", *arguments, environment=here)
+    assert ended.code == 2, ended.err
+    assert f"there is no cache at {tmp_path}/typo/a" in ended.err
+    assert "snapstore cache init" in ended.err
+    assert list((tmp_path / "typo" / "a").iterdir()) == []
+
+
 def test_what_takes_its_own_room_is_8(tmp_path: Path) -> None:
     """Goal: a snapshot is only called warm if all of it is there in the end.
 
@@ -138,4 +161,6 @@ def test_no_room_is_8(shop: Shop, tmp_path: Path) -> None:
     ended = run("cache", "warm", NAME, "--cache", tmp_path / "cache", "--json", store=shop.store)
     assert ended.code == 8
     assert json.loads(ended.out)["error"]["code"] == "OutOfSpace"
+    assert "warning: " in ended.err
+    assert "fit into the cache (packs): the rest is not fetched" in ended.err
     assert "did not fit" in ended.err

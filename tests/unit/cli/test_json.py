@@ -197,3 +197,41 @@ def test_errors_are_one_object_too(
     # People see the same on stderr.
     assert f"error: {error['message']}" in ended.err
     assert error["next_step"] in ended.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("push", "--json"), "Missing argument"),
+        (("pull", "a", "--json"), "DIR"),
+        (("ls", "--json", "--nonsense"), "--nonsense"),
+        (("push", ".", "a", "--compression", "much", "--json"), "much"),
+        (("push", "", "a", "--json"), "the path is empty"),
+        (("no-such-command", "--json"), "no-such-command"),
+        (("cache", "warm", "--json"), "NAME"),
+        (("--json",), "--json"),
+    ],
+)
+def test_wrong_usage_is_an_error_like_others(arguments: tuple[str, ...], said: str) -> None:
+    """Goal: what the command line cannot mean has the same object and exit code as other errors."""
+    ended = run(*arguments)
+    assert ended.code == 2, ended.err
+    (document,) = objects(ended)
+    error = document["error"]
+    assert set(error) == {"code", "exit_code", "message", "next_step", "retryable"}
+    assert (error["code"], error["exit_code"], error["retryable"]) == ("UsageError", 2, False)
+    assert said in error["message"]
+    assert error["next_step"].startswith("see `snapstore")
+    assert error["message"] in ended.err
+
+
+def test_json_after_a_double_dash_is_no_option() -> None:
+    ended = run("show", "--nonsense", "--", "--json")
+    assert (ended.code, ended.out) == (2, "")
+    assert "Usage:" in ended.err
+
+
+def test_help_is_no_error() -> None:
+    ended = run("push", "--json", "--help")
+    assert ended.code == 0
+    assert ended.out.startswith("Usage:")

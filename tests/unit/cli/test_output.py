@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import pty
 import signal
@@ -118,6 +119,32 @@ def test_streams_that_are_closed_or_full(shop: Shop, tmp_path: Path, redirection
     ended = shell(command, "pull", "team/model:v1", out, "--store", shop.store)
     assert (ended.returncode, b"Traceback" in ended.stderr) == (0, False), ended.stderr
     same_trees(shop.tree, out)
+
+
+@pytest.mark.parametrize("arguments", [("pull", "team/model:v1", "out"), ("push", ".", "a")])
+def test_a_working_directory_that_was_removed(
+    shop: Shop, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """Goal: the cause is named, and not taken for a failure of the output."""
+    (tmp_path / "gone").mkdir()
+    command = f'cd {tmp_path}/gone && rmdir {tmp_path}/gone && "$@"'
+    ended = shell(command, *arguments, "--store", f"file://{shop.store}", "--json")
+    assert ended.returncode == 2, ended.stderr
+    error = json.loads(ended.stdout)["error"]
+    assert error["message"] == "the working directory was removed"
+    assert error["next_step"]
+    assert b"output" not in ended.stderr
+
+
+def test_the_working_directory_is_not_replaced(shop: Shop, tmp_path: Path) -> None:
+    """Goal: who pulls into the directory they are in is told how, and can do so."""
+    ended = shell(f'cd {tmp_path} && "$@"', "pull", "team/model:v1", ".", "--store", shop.store)
+    assert ended.returncode == 1, ended.stderr
+    assert b"next: add --in-place" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+    command = f'cd {tmp_path} && "$@"'
+    shell(command, "pull", "team/model:v1", ".", "--in-place", "--store", shop.store)
+    assert {one.name for one in tmp_path.iterdir()} == {one.name for one in shop.tree.iterdir()}
 
 
 def test_a_result_that_cannot_be_written_is_an_error(shop: Shop) -> None:

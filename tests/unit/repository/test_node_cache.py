@@ -59,6 +59,14 @@ class Node:
         cache = NodeCache(self.directory, clock=clock) if cached else None
         return Store(self.backend, CONFIG, chosen, clock, cache)
 
+    def set_budgets(self, count_bytes: int) -> None:
+        NodeCache.init(
+            self.directory,
+            budget_bytes=count_bytes,
+            memory=self.memory,
+            memory_budget_bytes=count_bytes,
+        ).close()
+
     def content(self, name: str) -> bytes:
         return (self.tree / name).read_bytes()
 
@@ -216,7 +224,8 @@ def test_warming_one_rank(node: Node) -> None:
     with node.open() as store:
         result = store.warm("a", ranks=[0], bytes_per_s=1e9)
         assert result.files == 1
-        assert result.wanted_bytes == len(node.content("rank-0/mixed.bin"))
+        # Without its zeros, of which nothing is stored.
+        assert result.wanted_bytes == len(node.content("rank-0/mixed.bin")) - 3 * MIB
         packs = store.warm("a", ranks=[0], tier=CacheTier.PACKS)
         assert 0 < packs.wanted_bytes < result.wanted_bytes
 
@@ -299,3 +308,71 @@ def test_options_open_the_cache(tmp_path: Path) -> None:
     (tmp_path / "cache").chmod(0o777)
     with pytest.raises(SnapError, match="can be written by others"):
         snapstore.open_store(str(tmp_path / "store"), options)
+
+
+def big_tree(tree: Path, files: int) -> None:
+    """Files of 4 MiB, each pushed for itself, so that there is a pack for each."""
+    tree.mkdir()
+    for number in range(files):
+        (tree / str(number)).write_bytes(random_bytes(4 * MIB, number).tobytes())
+
+
+@pytest.mark.parametrize("tier", list(CacheTier), ids=lambda one: str(one.value))
+def test_what_does_not_fit_is_said_and_not_fetched(
+    node: Node, tmp_path: Path, tier: CacheTier
+) -> None:
+    """Goal: a warm of more than the budget takes no room from itself, and is told beforehand."""
+    node.set_budgets(10 * MIB)
+    seen: list[str] = []
+    big_tree(tmp_path / "big", 8)
+    with node.open(threads=1) as store:
+        store.push(tmp_path / "big", "big")
+        before = node.backend.read_bytes
+        result = store.warm(
+            "big", tier=tier, progress=lambda now: seen.append(now.phase), warn=seen.append
+        )
+        read = node.backend.read_bytes - before
+        assert store.cache is not None
+        stats = store.cache.stats()
+    assert result.wanted_bytes >= 32 * MIB
+    (said,) = [text for text in seen if "fit into the cache" in text]
+    assert seen.index(said) < seen.index("warm")
+    assert 4 * MIB <= result.wanted_bytes - result.missed_bytes <= 10 * MIB
+    assert read < 12 * MIB
+    used = stats.packs if tier is CacheTier.PACKS else stats.decoded
+    assert used.used_bytes <= used.budget_bytes
+
+
+def test_what_many_threads_wrote_too_much_is_trimmed(node: Node, tmp_path: Path) -> None:
+    """Proves: N5, also when a warm of what does not fit has ended."""
+    big_tree(tmp_path / "big", 16)
+    node.set_budgets(GIB)
+    with node.open() as store:
+        store.push(tmp_path / "big", "big")
+    for _ in range(5):
+        node.set_budgets(30 * MIB)
+        with node.open(threads=8) as store:
+            assert store.cache is not None
+            assert store.warm("big", tier=CacheTier.DECODED).missed_bytes > 30 * MIB
+            stats = store.cache.stats().decoded
+            assert stats.used_bytes <= stats.budget_bytes
+            store.cache.evict()
+
+
+def test_holes_are_not_missed(node: Node, tmp_path: Path) -> None:
+    """Goal: of a sparse file only its data is counted as wanted and as missed."""
+    (tmp_path / "sparse").mkdir()
+    with (tmp_path / "sparse" / "file").open("wb") as file:
+        file.write(random_bytes(2 * MIB, 1).tobytes())
+        file.truncate(200 * MIB)
+    node.set_budgets(GIB)
+    with node.open() as store:
+        store.push(tmp_path / "sparse", "sparse")
+        result = store.warm("sparse", tier=CacheTier.DECODED)
+        assert (result.wanted_bytes, result.missed_bytes) == (2 * MIB, 0)
+    node.set_budgets(MIB)
+    with node.open() as store:
+        assert store.cache is not None
+        store.cache.evict()
+        result = store.warm("sparse", tier=CacheTier.DECODED)
+        assert (result.wanted_bytes, result.missed_bytes) == (2 * MIB, 2 * MIB)

@@ -112,10 +112,24 @@ def test_long_names_with_a_common_beginning_do_not_meet(tmp_path: Path):
 def test_the_current_directory_has_a_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with AtomicDirectory(Path(), identity="s") as place:
+    with AtomicDirectory(Path(), identity="s", in_place=True) as place:
         (place.path / "f").touch()
         place.commit()
     assert names(tmp_path / "here") == ["f"]
+
+
+@pytest.mark.parametrize("spelling", [".", "../here", "{0}/here", "{0}/link/here", ""])
+def test_the_working_directory_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str
+):
+    """Goal: nobody is left in a directory that is removed, however it was named."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(TargetError, match="is the working directory") as caught:
+        AtomicDirectory(Path(spelling.format(tmp_path)), identity="s")
+    assert "--in-place" in caught.value.next_step
+    assert names(tmp_path) == ["here", "link"]
 
 
 # -- what may be there beforehand -------------------------------------------------------------
