@@ -52,7 +52,7 @@ def test_the_table_of_mounts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     (tmp_path / "table").write_bytes(b"\n".join(lines) + b"\n")
     monkeypatch.setattr(table, "_TABLE", tmp_path / "table")
     found = table.mounted_at(place)
-    assert found == ("0:43", os.fsencode(place), "fuse.snapstore", "a/b:c")
+    assert found == (89, 27, "0:43", os.fsencode(place), "fuse.snapstore", "a/b:c")
     assert table.mounted_at(tmp_path) is None
     monkeypatch.chdir(tmp_path)
     assert table.mounted_at(Path("with space\nand \\")) == found
