@@ -220,7 +220,9 @@ class Restoration:
         self._failed = threading.Event()
         self._criu_ended = threading.Event()
         self._lock = threading.Lock()
-        self._precedence = Precedence()
+        # That of others as well: all threads share one interpreter.
+        broker = request.broker
+        self._precedence = broker.precedence if broker is not None else Precedence()
         self._stack = contextlib.ExitStack()
         self._released = False
         self._started: Supervisor | None = None

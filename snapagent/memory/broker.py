@@ -36,6 +36,7 @@ from snapagent.memory.lent import Admissions, AdmittedSession, FrozenSession, Le
 from snapagent.memory.listening import listen
 from snapagent.memory.placement import HOST
 from snapagent.memory.requests import Hooks, Reply, Requests, Visitor
+from snapagent.precedence import Precedence
 
 if TYPE_CHECKING:
     import socket
@@ -106,6 +107,8 @@ class MemoryBroker:
         hooks = Hooks(self._watch, self._close_later, self._drop, self._hold, self._forget_held)
         self.gpus = GpuMemory(gpu)
         """What makes memory of GPUs."""
+        self.precedence = Precedence()
+        """Of memory that processes need before they run, in all restores together."""
         self._requests = Requests(self._ledger, hooks, self.gpus)
         self._connections: dict[int, tuple[Channel, Visitor]] = {}
         self._pidfds: dict[int, Process] = {}

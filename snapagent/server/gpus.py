@@ -1,6 +1,6 @@
 """The daemon's GPUs: made ready at its start, and the node's cache filled after restores.
 
-One thread does both, so that what was restored has the processor.
+One thread sees to both; while it fills the cache it has others to help.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from snapagent import api
 from snapagent.errors import GpuUnavailable
 from snapagent.gpu.arena import SLOT_BYTES
-from snapagent.memory.warming import warm_external
+from snapagent.memory.warming import warm_external, warm_threads
+from snapagent.precedence import Precedence
 from snapstore import SnapError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from snapagent.gpu.engine import GpuEngine
     from snapagent.gpu.owned import GpuMemory
@@ -28,6 +30,12 @@ __all__ = ["DaemonGpus"]
 
 _END_S_MAX: Final = 30.0
 """After that the store does not answer, and nothing of what is left needs to end in order."""
+
+
+_AHEAD_S: Final = 60.0
+_BEHIND_S: Final = 5.0
+"""Where captures and restores never cease, the cache is filled a twelfth of the time all the same:
+it makes the restores that follow shorter."""
 
 
 class _Restored(NamedTuple):
@@ -60,6 +68,7 @@ class DaemonGpus:
         self._stores = stores
         self._prepare = prepare
         self._say = say
+        self._jobs = Precedence(ahead_s=_AHEAD_S, behind_s=_BEHIND_S)
         self._lock = threading.Lock()
         self._waiting: set[_Restored] = set()
         self._queue: queue.SimpleQueue[_Restored | None] = queue.SimpleQueue()
@@ -75,6 +84,10 @@ class DaemonGpus:
         self._stop.set()
         self._queue.put(None)
         self._thread.join(_END_S_MAX)
+
+    def job(self) -> AbstractContextManager[None]:
+        """Let the filling of the cache wait for a capture or restore, for a `with` block."""
+        return self._jobs.taken()
 
     def restored(self, store: str, integrity: str | None, done: RestoreResult) -> None:
         """Let the cache have what a restore filled GPUs with, unless it has all of that."""
@@ -127,7 +140,13 @@ class DaemonGpus:
     def _warm(self, one: _Restored) -> None:
         with self._stores.use(one.store, one.integrity) as store:
             if store.cache is not None and store.cache.has_decoded:
-                warm_external(store.snapshot(one.name), self._gpus, stop=self._stop)
+                warm_external(
+                    store.snapshot(one.name),
+                    self._gpus,
+                    threads=warm_threads(store.options),
+                    precedence=self._jobs,
+                    stop=self._stop,
+                )
 
 
 def _gpu_status(uuid: str, model: str, engine: GpuEngine | None) -> api.GpuStatus:

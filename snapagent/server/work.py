@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +20,7 @@ from snapagent.supervision import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from snapagent.config import AgentConfig
     from snapagent.control import State
@@ -68,7 +70,7 @@ class Work:
                 freeze_fast=body.freeze_fast,
                 broker=self._broker,
             )
-            with self._stores.use(job.store) as store:
+            with self._first(), self._stores.use(job.store) as store:
                 done = recorded_capture(
                     store,
                     request,
@@ -99,7 +101,7 @@ class Work:
                 self._policy.require_namespaces(peer, target, body.name)
 
         def work() -> api.RestoreDone:
-            with self._stores.use(job.store, body.integrity) as store:
+            with self._first(), self._stores.use(job.store, body.integrity) as store:
                 done = recorded_restore(
                     store,
                     _restore_request(body, self._broker),
@@ -115,6 +117,10 @@ class Work:
 
         job.on_state = look_again
         return work
+
+    def _first(self) -> AbstractContextManager[None]:
+        """What the daemon does besides waits for the length of a `with` block."""
+        return self._gpus.job() if self._gpus is not None else contextlib.nullcontext()
 
     def preflight_process(self, body: api.PreflightProcessBody) -> api.PreflightAnswer:
         """Say what stands in the way of a capture."""

@@ -10,9 +10,11 @@ import typer
 
 from snapstore.version import VERSION
 
-__all__ = ["new_program", "run_program"]
+__all__ = ["SWITCH_INTERVAL_S", "new_program", "run_program"]
 
-_SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0005
+"""Threads come back from short library calls all the time: five milliseconds, the default, is long
+for workers to wait while the deciding thread runs, and for a fault."""
 
 
 def new_program(name: str, *, purpose: str, refused: str) -> typer.Typer:
@@ -46,9 +48,7 @@ def run_program(app: typer.Typer, *, guarded: str) -> None:
         app: The program.
         guarded: What its assertions guard, for who turned them off.
     """
-    # Threads come back from short library calls all the time: five milliseconds, the default, is
-    # long for workers to wait while the deciding thread runs, and for a fault.
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
     gc.enable()
     if not __debug__:

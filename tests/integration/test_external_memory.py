@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from typing_extensions import override
 
 import snapstore
 from snapagent.capture import CaptureRequest, capture
 from snapagent.control import Control
 from snapagent.errors import CriuFailed, PreflightFailed
 from snapagent.memory.broker import MemoryBroker
+from snapagent.precedence import Precedence
 from snapstore.errors import BackendError, DigestMismatch
+from snapstore.testing.clock import ManualClock
 from tests.support.agent import Agent
 from tests.support.external import SIZE_MIB, ExternalWorkload, broker_process
-from tests.support.external_lives import NAME, bring_back, take
+from tests.support.external_lives import NAME, bring_back, restoring, take
 from tests.support.network_locks import without_network_locks
 from tests.support.peers import on_thread
 from tests.support.waiting import wait_until
@@ -287,3 +290,40 @@ def test_an_agent_that_is_killed_in_a_capture_takes_no_memory(
             assert workload.ask("digest") == before
     with snapstore.open_store(agent.url) as store, pytest.raises(snapstore.SnapError):
         store.snapshot(NAME)
+
+
+class Counted(Precedence):
+    """Counts how often it is taken; time stands still for it, so that nobody is let through."""
+
+    def __init__(self) -> None:
+        super().__init__(clock=ManualClock())
+        self.count = 0
+
+    @override
+    def taken(self) -> contextlib.AbstractContextManager[None]:
+        self.count += 1
+        return super().taken()
+
+
+def test_restores_give_way_to_one_another(
+    agent: Agent, broker: MemoryBroker, workload: ExternalWorkload
+) -> None:
+    """Goal: external memory waits for what processes of other restores need before they run.
+
+    Method: one more restore is played by the test, which has precedence: the processes run, their
+    external memory is not touched. Then all goes on. An eager restore takes precedence itself.
+    """
+    broker.precedence = precedence = Counted()
+    workload.ask("release")
+    take(agent, broker, workload.pid, stop=True)
+    with restoring(agent, broker) as restoration:
+        with precedence.taken():
+            restoration.start()
+            assert [one.state for one in broker.status()] == ["filling"]
+        restoration.wait_filled()
+        assert restoration.release().external_bytes > 0
+    assert precedence.count == 1
+    workload.end()
+    wait_until(lambda: not broker.status(), "the memory of the copy is freed")
+    bring_back(agent, broker, eager=True)
+    assert precedence.count == 2

@@ -27,6 +27,7 @@ import numpy as np
 
 import snapstore
 from snapstore import CacheTier, NodeCache, StoreOptions
+from snapstore.cli.program import SWITCH_INTERVAL_S
 from snapstore.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Bench:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure all and print it."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)

@@ -27,6 +27,7 @@ from snapagent.config import AgentConfig
 from snapagent.linux import namespaces
 from snapagent.restore import Restoration, RestoreRequest
 from snapagent.supervision import Place
+from snapstore.cli.program import SWITCH_INTERVAL_S
 from tools.bench.measure import BenchError
 
 Where = Literal["here", "fresh"]
@@ -177,6 +178,7 @@ def _tell(answer: dict[str, float]) -> None:
 
 def main() -> None:
     """Serve until standard input ends."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     criu, store = map(Path, sys.argv[1:])
     os.environ["SNAPAGENT_CRIU"] = str(criu)
     with snapstore.open_store(store.absolute().as_uri()) as opened:

@@ -36,6 +36,7 @@ from snapagent.config import AgentConfig
 from snapagent.linux.processes import adopt_orphans, children
 from snapagent.restore import Restoration, RestoreRequest
 from snapagent.supervision import Place
+from snapstore.cli.program import SWITCH_INTERVAL_S
 from tools.bench import gen, measure
 from tools.bench.criu_agent import end_restored
 from tools.bench.local import interleaved
@@ -206,6 +207,7 @@ def table(report: Report) -> str:
 
 def main() -> None:
     """Run the benchmark; exit 1 when it could not be done."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--processes", default="1,4", help="comma-separated sizes of the tree")

@@ -38,6 +38,7 @@ from snapagent.memory.filling import RegionFill, read_places
 from snapagent.memory.lent import AdmittedSession
 from snapagent.memory.storing import RegionStreams
 from snapagent.workload import HostMemory
+from snapstore.cli.program import SWITCH_INTERVAL_S
 from snapstore.options import Compression, Integrity, StoreOptions
 from tools.bench import measure
 from tools.bench.gen import MIB
@@ -290,6 +291,7 @@ def table(samples: list[Sample]) -> str:
 
 def main() -> int:
     """Measure, print JSON to stdout and tables to stderr; fail if a target is missed."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--size-mib", type=int, default=4096)

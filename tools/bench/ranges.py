@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 import snapstore
+from snapstore.cli.program import SWITCH_INTERVAL_S
 from snapstore.options import Compression, Integrity, StoreOptions
 from tools.bench import measure
 from tools.bench.gen import MIB, PAGE, pages, write
@@ -214,6 +215,7 @@ def tables(samples: list[Sample]) -> str:
 
 def main() -> int:
     """Measure, print JSON to stdout and tables to stderr; fail if a target is missed."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--file", type=Path)

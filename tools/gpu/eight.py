@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Final
 from snapagent.gpu.driver import load_driver
 from snapagent.gpu.facts import driver_build
 from snapagent.linux import processes
+from snapstore.cli.program import SWITCH_INTERVAL_S
 from tools.gpu import streams
 from tools.gpu.compared import Targets, concluded, counts_of
 from tools.gpu.pinned import pinned_rate
@@ -376,6 +377,7 @@ def merge(paths: Sequence[Path], options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code says whether all parts were done and right."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     options = parse(arguments)
     if options.merge:
         merge(options.merge, options)

@@ -26,6 +26,7 @@ from snapagent.gpu.facts import driver_build
 from snapagent.memory.broker import MemoryBroker
 from snapagent.restore import Restoration, RestoreRequest
 from snapagent.supervision import Place
+from snapstore.cli.program import SWITCH_INTERVAL_S
 from tools.gpu.living import Living, kill_tree
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ def _used_bytes() -> list[int]:
 
 def main() -> int:
     """Run it, and print the result, also of what failed."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--gib", type=float, default=2.0, help="size of the weights")
     parser.add_argument("--devices", type=int, default=1, help="GPUs to spread them over")

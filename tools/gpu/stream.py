@@ -34,6 +34,7 @@ from snapagent.gpu.hashing import PieceHasher, device_buffer
 from snapagent.gpu.kernels import load_kernels
 from snapagent.gpu.stream import GpuStream, StreamTarget
 from snapstore import Compression, Integrity, SnapError, StoreOptions, init_store, open_store
+from snapstore.cli.program import SWITCH_INTERVAL_S
 from snapstore.clock import SystemClock
 from tools.gpu.report import write_report
 
@@ -67,6 +68,7 @@ class Setup(NamedTuple):
 
 def main() -> None:
     """Measure, and prove."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     options = parse()
     if options.child is not None:
         child(options)

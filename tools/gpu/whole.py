@@ -19,7 +19,7 @@ from snapagent.config import AgentConfig
 from snapagent.gpu.engine import GpuSettings
 from snapagent.memory.broker import MemoryBroker
 from snapagent.memory.filling import read_places
-from snapagent.memory.warming import warm_external
+from snapagent.memory.warming import warm_external, warm_threads
 from snapagent.restore import Restoration, RestoreRequest
 from snapagent.supervision import Place
 from tools.gpu.living import Living, kill_tree
@@ -320,7 +320,8 @@ class _Whole:
             began = time.perf_counter()
             _fill_cache(snapshot, store.options.threads_effective)
             filled_s = _since(began)
-            warmed = warm_external(snapshot, self.broker.gpus)
+            threads = warm_threads(store.options)
+            warmed = warm_external(snapshot, self.broker.gpus, threads=threads)
             self.result["cache"] = {
                 "filled_s": filled_s,
                 "registered_s": round(_since(began) - filled_s, 3),
@@ -331,7 +332,7 @@ class _Whole:
 
 
 def _fill_cache(snapshot: Snapshot, threads: int) -> None:
-    """Do with some threads what warming does with one."""
+    """Fetch memory of the host as well, and without locking pages, so that each is timed."""
     cache = snapshot.node_cache
     assert cache is not None, "the store was opened with one"
     paths = [region.file for _, place in read_places(snapshot) for region in place.regions]

@@ -284,7 +284,7 @@ class Watched(Precedence):
     """Tells when somebody gives way."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(clock=ManualClock())
         self.asked = threading.Semaphore(0)
 
     @override
