@@ -52,6 +52,8 @@ class Job(Generic[R]):
         self.control = Control(self.enter)
         self.on_state: Callable[[State], None] = lambda _: None
         """Called before a state is entered, by the work; may refuse it."""
+        self.on_step: Callable[[AnyAnswer], None] = lambda _: None
+        """Gets what there will be to tell of a new state, before anybody is told."""
         self.on_change: Callable[[], None] = lambda: None
         """Called after every change, on the thread that made it."""
         self._allowed = CAPTURE_STATES if self.is_capture else RESTORE_STATES
@@ -89,7 +91,11 @@ class Job(Generic[R]):
         with self._lock:
             now = self._steps[-1][0]
             assert state in self._allowed[now], f"a {self.kind} does not go from {now} to {state}"
-            self._steps.append((state, self._now()))
+            steps = [*self._steps, (state, self._now())]
+            next_answer = self._answer(steps, self._version + 1)
+        self.on_step(next_answer)
+        with self._lock:
+            self._steps = steps
             self._version += 1
         self.on_change()
 
@@ -124,10 +130,13 @@ class Job(Generic[R]):
     def answer(self) -> AnyAnswer:
         """Say all of it as it is now."""
         with self._lock:
-            steps = [{"state": state, "at": at} for state, at in self._steps]
-            fields: dict[str, object] = {
+            return self._answer(self._steps, self._version)
+
+    def _answer(self, steps: list[tuple[State, str]], version: int) -> AnyAnswer:
+        return api.job_of(
+            {
                 "id": self.id,
-                "version": self._version,
+                "version": version,
                 "name": self.name,
                 "store": self.store,
                 "uid": self.uid,
@@ -136,11 +145,11 @@ class Job(Generic[R]):
                 "error": self._error,
                 "warnings": list(self._warnings),
                 "kind": self.kind,
-                "state": self._steps[-1][0],
-                "steps": steps,
+                "state": steps[-1][0],
+                "steps": [{"state": state, "at": at} for state, at in steps],
                 "result": self._result,
             }
-        return api.job_of(fields)
+        )
 
 
 _AnyJob = Job[api.CaptureDone] | Job[api.RestoreDone]
@@ -214,7 +223,8 @@ class JobTable:
         self._require_place(job.uid)
         entry = _Entry(job.answer(), job)
         self._entries[job.id] = entry
-        job.on_change = _Poke(self._loop, entry, self._journal)
+        job.on_change = poke = _Poke(self._loop, entry, self._journal)
+        job.on_step = poke.write_down
         self._journal.write(job.answer())
         self._running += 1
         self._idle.clear()
@@ -364,7 +374,8 @@ class JobTable:
 class _Poke:
     """Tells the loop of changes of a job, from other threads, and the journal of its states.
 
-    Of many changes in a moment the loop hears once.
+    The journal hears of a state first: whoever was told of it finds it there after a crash. Of many
+    changes in a moment the loop hears once.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, entry: _Entry, journal: Journal) -> None:
@@ -378,12 +389,17 @@ class _Poke:
         answer = self._entry.answer
         if answer.state in ENDED:
             self._journal.remove(answer.id)
-        elif answer.version != self._written:
-            self._written = answer.version
-            self._journal.write(answer)
+        else:
+            self.write_down(answer)
         if not self._pending.is_set():
             self._pending.set()
             self._loop.call_soon_threadsafe(self._wake)
+
+    def write_down(self, answer: AnyAnswer) -> None:
+        """Let the journal have it, if it is new and the job goes on."""
+        if answer.state not in ENDED and answer.version != self._written:
+            self._written = answer.version
+            self._journal.write(answer)
 
     def _wake(self) -> None:
         self._pending.clear()
