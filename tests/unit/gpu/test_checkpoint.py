@@ -4,10 +4,14 @@ import contextlib
 import itertools
 import os
 import select
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -26,6 +30,9 @@ from tests.support.gpu import emulated_driver, emulated_environment
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
+WAIT_S = 30
+SILENCE_S = 0.3
+"""For how long what must not happen is waited for."""
 _seeds = itertools.count((os.getpid() << 8) + 64)
 
 
@@ -199,3 +206,68 @@ def test_what_was_shared_and_closed_is_kept(driver: Driver, seed: int) -> None:
         with CheckpointedTree([owner.pid, user.pid]):
             pass
         assert user.ask("go") == owner.ask("go") == "done"
+
+
+def test_ctrl_c_while_one_is_locked_lets_it_go_on(
+    driver: Driver, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Method: as Python does, the exception comes right after the driver's function returned."""
+    call = Driver.call
+
+    def interrupted(self: Driver, function: str, *arguments: Any, of: str = "") -> None:
+        call(self, function, *arguments, of=of)
+        if function == "cuCheckpointProcessLock":
+            raise KeyboardInterrupt
+
+    with worker(seed) as one, worker(seed) as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(Driver, "call", interrupted)
+            with pytest.raises(KeyboardInterrupt), CheckpointedTree([one.pid, other.pid]):
+                pass
+        for each in (one, other):
+            assert read_cuda_state(driver, each.pid) is CudaState.RUNNING
+            assert each.ask("go") == "done"
+
+
+def test_ctrl_c_waits_for_what_is_under_way(
+    driver: Driver, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: nothing is undone while it is still done.
+
+    Method: threads that checkpoint interrupt the main thread, and then give it time to go ahead.
+    """
+    call = Driver.call
+    was_taken, undone = threading.Event(), threading.Event()
+    began = threading.Barrier(2)
+    too_soon: list[bool] = []
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        if not was_taken.is_set():
+            was_taken.set()
+            raise KeyboardInterrupt
+
+    def slow(self: Driver, function: str, *arguments: Any, of: str = "") -> None:
+        if function == "cuCheckpointProcessGetState":
+            undone.set()
+        if function == "cuCheckpointProcessCheckpoint":
+            began.wait(WAIT_S)
+            main = threading.main_thread().ident or 0
+            # One that comes right before the main thread begins to wait would wait with it.
+            while not was_taken.wait(0.05):
+                signal.pthread_kill(main, signal.SIGINT)
+            too_soon.append(undone.wait(SILENCE_S))
+        call(self, function, *arguments, of=of)
+
+    with worker(seed) as one, worker(seed) as other:
+        before = signal.signal(signal.SIGINT, handle)
+        try:
+            with monkeypatch.context() as patched:
+                patched.setattr(Driver, "call", slow)
+                with pytest.raises(KeyboardInterrupt), CheckpointedTree([one.pid, other.pid]):
+                    pass
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert too_soon == [False, False]
+        for each in (one, other):
+            assert read_cuda_state(driver, each.pid) is CudaState.RUNNING
+            assert each.ask("go") == "done"
