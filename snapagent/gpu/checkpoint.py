@@ -211,10 +211,11 @@ def _give_back(driver: Driver, held: _Held) -> GpuFailed | None:
 def _at_once(act: Callable[[_Thing], _Done], things: Sequence[_Thing]) -> list[_Done]:
     """Act on all of them at once, since each is the work of its own process and GPU.
 
-    Returns, or raises the first error, when all have ended.
+    Returns, or raises the first error, when all have ended. Ctrl-C waits for that, too, and comes
+    between no two steps: so it is done by threads even if there is but one.
     """
-    if len(things) < 2:
-        return [act(one) for one in things]
+    if not things:
+        return []
     count = min(len(things), _AT_ONCE_MAX)
     futures: list[Future[_Done]] = []
     with ThreadPoolExecutor(count, thread_name_prefix="snapagent-cuda") as executor:
