@@ -31,6 +31,7 @@ ANSWER_S_MAX: Final = 600.0
 """For an answer to come; streams send a line more often than that."""
 HEAD_BYTES_MAX: Final = 64 << 10
 ANSWER_BYTES_MAX: Final = 64 << 20
+"""Of a document, or of one line of a stream, which may have any number of them."""
 _RECEIVE_BYTES = 256 << 10
 _STATUS_ERROR_MIN = 400
 
@@ -62,8 +63,12 @@ class Daemon:
             DaemonLost: It went away before it had answered.
             ProtocolError: Its answer makes no sense.
         """
+        document = b""
         with contextlib.closing(self._lines(method, target, body)) as lines:
-            return _decoded(b"".join(lines), answer)
+            for line in lines:
+                document += line
+                _require_end(document)
+        return _decoded(document, answer)
 
     def run_capture(
         self,
@@ -200,17 +205,16 @@ class Daemon:
             ) from error
 
     def _receive(self, connection: socket.socket) -> Generator[bytes]:
-        buffer, total = b"", 0
-        status = 0
+        buffer, status = b"", 0
         while data := connection.recv(_RECEIVE_BYTES):
             buffer += data
-            total += len(data)
+            _require_end(buffer)
             if status == 0:
                 head, found, buffer = _divided(buffer)
                 if not found:
                     continue
                 status = _status(head)
-            if status >= _STATUS_ERROR_MIN or total > ANSWER_BYTES_MAX:
+            if status >= _STATUS_ERROR_MIN:
                 continue
             *lines, buffer = buffer.split(b"\n")
             yield from lines
@@ -234,6 +238,11 @@ def _divided(buffer: bytes) -> tuple[bytes, bool, bytes]:
     if len(buffer) > HEAD_BYTES_MAX:
         raise ProtocolError("the agent's answer has no end of its head")
     return b"", False, buffer
+
+
+def _require_end(answer: bytes) -> None:
+    if len(answer) > ANSWER_BYTES_MAX:
+        raise ProtocolError("the agent's answer has no end")
 
 
 def _status(head: bytes) -> int:

@@ -460,7 +460,10 @@ class Restoration:
 
     def _before_resume(self) -> bool:
         """CRIU waits, all tasks are restored and none runs yet; on the hooks' thread."""
-        if self._fills_first and self._lazy.wait_filled():
+        if self._fills_first:
+            if not self._lazy.wait_filled():
+                # It was closed: all of this is over.
+                return False
             self._lazy.unwatch()
         if self._request.eager:
             while self._external is not None and not self._external.wait_filled(_TELL_S):

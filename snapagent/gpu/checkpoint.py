@@ -4,8 +4,9 @@ Invariants:
 
 1. All processes of a tree are locked before the first is checkpointed: they may wait for one
    another.
-2. Whatever fails before the tree is captured: those that were locked or checkpointed go on.
-3. All are checkpointed at once, and restored at once; none goes on before all are restored.
+2. Whatever fails before the tree is captured, Ctrl-C included: those that were locked or
+   checkpointed go on.
+3. All are checkpointed at once, and restored at once; in a new tree none runs before all can.
 
 A process that maps memory of another one is checkpointed without a word and cannot be restored
 (measured on driver 580), so external memory has to be released before; the broker sees to that.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeVar
@@ -24,6 +25,7 @@ from snapagent.errors import AgentError, GpuFailed, GpuOutOfMemory, GpuUnavailab
 from snapagent.gpu.driver import Driver, load_driver, parse_uuid
 from snapagent.linux import processes
 from snapagent.workload import libcuda
+from snapstore.joining import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -153,17 +155,20 @@ class CheckpointedTree:
         if state is None:
             return
         arguments = libcuda.CheckpointLockArguments(timeout_ms=_LOCK_MS_MAX)
+        held = _Held(pid, state.started_ticks)
+        # Before it is: a Ctrl-C of meanwhile is raised as soon as the driver returns.
+        self._locked.append(held)
         try:
             driver.call(
                 "cuCheckpointProcessLock", pid, ctypes.byref(arguments), of=f"process {pid}"
             )
         except GpuFailed as error:
+            self._locked.remove(held)
             error.next_step = (
                 "let the workload come to rest before the capture: no kernel and no copy may be "
                 "under way for longer than 10 s"
             )
             raise
-        self._locked.append(_Held(pid, state.started_ticks))
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         failures = self._undo()
@@ -191,7 +196,7 @@ def _give_back(driver: Driver, held: _Held) -> GpuFailed | None:
         state = read_cuda_state(driver, held.pid)
         if state is CudaState.CHECKPOINTED:
             _act(driver, "Restore", held.pid)
-        if state is not None:
+        if state not in {None, CudaState.RUNNING}:
             _act(driver, "Unlock", held.pid)
     except GpuFailed as error:
         if not held.lives():
@@ -206,13 +211,19 @@ def _give_back(driver: Driver, held: _Held) -> GpuFailed | None:
 def _at_once(act: Callable[[_Thing], _Done], things: Sequence[_Thing]) -> list[_Done]:
     """Act on all of them at once, since each is the work of its own process and GPU.
 
-    Returns, or raises the first error, when all have ended.
+    Returns, or raises the first error, when all have ended. Ctrl-C waits for that, too, and comes
+    between no two steps: so it is done by threads even if there is but one.
     """
-    if len(things) < 2:
-        return [act(one) for one in things]
+    if not things:
+        return []
     count = min(len(things), _AT_ONCE_MAX)
+    futures: list[Future[_Done]] = []
     with ThreadPoolExecutor(count, thread_name_prefix="snapagent-cuda") as executor:
-        futures = [executor.submit(act, one) for one in things]
+        try:
+            futures.extend(executor.submit(act, one) for one in things)
+        finally:
+            # Also after Ctrl-C: what is undone while it is still done would be done in the end.
+            wait_for_all(futures)
     return [future.result() for future in futures]
 
 

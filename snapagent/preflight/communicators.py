@@ -28,6 +28,9 @@ _DISABLED: Final = b"NCCL_P2P_DISABLE"
 _LEVEL: Final = b"NCCL_P2P_LEVEL"
 _NO_LEVELS: Final = (b"LOC", b"0")
 _SHOWN_MAX: Final = 8
+_ENVIRONMENT_BYTES_MAX: Final = 1 << 20
+"""A process says itself where its environment ends, and may name all of its address space. What is
+not read counts as not there."""
 
 
 def check_communicators(found: Obstacles, pids: Iterable[int], *, gpus: int) -> None:
@@ -69,7 +72,8 @@ def _thread_names(pid: int) -> Iterator[str]:
 def _is_without_peers(pid: int) -> bool:
     """Tell whether a process was started with peer access turned off."""
     try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        with Path(f"/proc/{pid}/environ").open("rb") as file:
+            words = file.read(_ENVIRONMENT_BYTES_MAX).split(b"\0")
     except OSError:
         return False
     variables = dict(word.split(b"=", 1) for word in words if b"=" in word)

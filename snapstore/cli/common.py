@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from snapstore.cli.console import Console, OutputFailed, writing
+from snapstore.cli.console import Console, OutputFailed, give_up_output, writing
 from snapstore.cli.startup import interrupt_by_exception
 from snapstore.errors import Interrupted, OutOfSpace, SnapError, UsageError
 from snapstore.options import (
@@ -98,8 +98,7 @@ def command(*, json: bool, quiet: bool) -> Iterator[Console]:
         with writing():
             sys.stdout.flush()
     except OutputFailed as failed:
-        # The interpreter must not flush into it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        give_up_output()
         cause = failed.__cause__
         assert isinstance(cause, OSError), cause
         # Whoever read our output may have seen enough.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -13,7 +14,7 @@ from snapstore.errors import SnapError
 from snapstore.progress import Progress, ProgressCallback
 from snapstore.units import format_bytes
 
-__all__ = ["Console", "OutputFailed", "one_line", "writing"]
+__all__ = ["Console", "OutputFailed", "give_up_output", "one_line", "writing"]
 
 _PLAIN_INTERVAL_S = 5.0
 _PIPE_COLUMNS = 200
@@ -38,6 +39,11 @@ def writing() -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputFailed from error
+
+
+def give_up_output() -> None:
+    """Let nothing go to stdout any more, not even what the interpreter flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Console:
@@ -100,7 +106,11 @@ class Console:
                     "retryable": error.retryable,
                 }
             }
-            print(_as_json(document), flush=True)
+            try:
+                print(_as_json(document), flush=True)
+            except OSError:
+                # It is said below as well, and decides how the command ends.
+                give_up_output()
         lines = [f"error: {error}", *(f"note: {note}" for note in getattr(error, "__notes__", ()))]
         if error.next_step:
             lines.append(f"next: {error.next_step}")

@@ -56,7 +56,7 @@ _SPILLED_RUNS_MAX = 8
 _SPILLED_RUNS_MERGED = 4
 
 _TINY_BYTES = 1 * MIB
-"""What a push writes after each pack is smaller."""
+"""What a push writes after some packs is mostly smaller."""
 
 _LISTED_ROW_BYTES = 48
 """About what a chunk takes in an index, its share of a frame's row included."""

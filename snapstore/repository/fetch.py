@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from snapstore.compression import decode_frame
 from snapstore.format import limits
+from snapstore.joining import wait_for_all
 from snapstore.repository.buffers import BufferPool
-from snapstore.repository.joining import wait_for_all
 from snapstore.repository.read_plan import Destination, PlannedFrame, ReadPlan, ReadUnit
 from snapstore.repository.stored_frames import FrameErrors, check_stored, is_stored_raw, read_unit
 

@@ -86,10 +86,13 @@ class LoadedRun:
 
     def has_room(self, frame: LoadedFrame, pack_bytes: int) -> bool:
         """Whether a frame still fits into the pack that those who wait will be."""
+        frames, chunks = len(self.waiting) + 1, self._chunks + len(frame.chunks)
+        footer_bytes = pack_format.footer_bytes_max(frames, chunks)
         return (
             self.used + frame.length <= pack_bytes
-            and len(self.waiting) < limits.PACK_FRAMES_MAX
-            and self._chunks + len(frame.chunks) <= limits.PACK_CHUNKS_MAX
+            and frames <= limits.PACK_FRAMES_MAX
+            and chunks <= limits.PACK_CHUNKS_MAX
+            and self.used + frame.room + footer_bytes <= limits.PACK_BYTES_MAX
         )
 
     def add(self, frame: LoadedFrame) -> None:

@@ -18,8 +18,8 @@ from snapstore.errors import UsageError
 from snapstore.format import limits
 from snapstore.format.tree import EntryType
 from snapstore.ids import PackId
+from snapstore.joining import wait_for_all
 from snapstore.repository.file_content import CACHED_BYTES_MIN
-from snapstore.repository.joining import wait_for_all
 from snapstore.repository.memory import MemoryPlan
 from snapstore.repository.read_plan import plan_reads
 from snapstore.repository.stored_frames import FrameErrors, check_stored, read_unit

@@ -359,12 +359,20 @@ def _check_final(parent_fd: int, name: bytes, final: Path) -> None:
     finally:
         os.close(fd)
     # By what it is, since it may have been given by another path.
-    if os.path.samestat(status, os.stat(os.curdir)):  # noqa: PTH116 - compared with another one
+    if _is_working_directory(status):
         raise TargetError(
             f"{shown} is the working directory: a rename would put another one in its place, and "
             "leave who is in it, such as your shell, in one that is removed",
             next_step="add --in-place, or pull from elsewhere",
         )
+
+
+def _is_working_directory(status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(status, os.stat(os.curdir))  # noqa: PTH116 - compared with it
+    except OSError:
+        # This user may not enter it, as after `sudo -u`, or its file server is away.
+        return False
 
 
 def _is_mount_point(path: Path) -> bool:

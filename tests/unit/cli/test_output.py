@@ -98,10 +98,12 @@ def test_progress_is_lines_where_there_is_no_terminal(shop: Shop, tmp_path: Path
     assert "\x1b" not in pushed.err + pulled.err + pulled.out
 
 
-def shell(command: str, *arguments: str | Path) -> subprocess.CompletedProcess[bytes]:
+def shell(
+    command: str, *arguments: str | Path, name: str = "/bin/sh"
+) -> subprocess.CompletedProcess[bytes]:
     """Run the program as `"$@"` of a shell, which redirects its streams."""
     return subprocess.run(  # noqa: S603 - our own program
-        ["/bin/sh", "-c", command, "sh", *command_line(arguments)],
+        [name, "-c", command, "sh", *command_line(arguments)],
         env=ENVIRONMENT,
         capture_output=True,
         timeout=PATIENCE_S,
@@ -150,6 +152,15 @@ def test_the_working_directory_is_not_replaced(shop: Shop, tmp_path: Path) -> No
 def test_a_result_that_cannot_be_written_is_an_error(shop: Shop) -> None:
     ended = shell('"$@" >/dev/full', "show", "team/model:v1", "--store", shop.store)
     assert (ended.returncode, ended.stderr.count(b"No space left")) == (8, 1)
+
+
+@pytest.mark.parametrize("output", [">/dev/full", "| true"])
+def test_an_error_that_cannot_be_written_as_json_is_the_same(shop: Shop, output: str) -> None:
+    """Goal: scripts can rely on the exit code, whatever becomes of the output."""
+    command = f'set -o pipefail; "$@" {output}'
+    ended = shell(command, "show", "none", "--store", shop.store, "--json", name="/bin/bash")
+    assert (ended.returncode, b"Traceback" in ended.stderr) == (3, False), ended.stderr
+    assert ended.stderr.count(b"error: ") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -4,10 +4,14 @@ import contextlib
 import itertools
 import os
 import select
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -26,6 +30,9 @@ from tests.support.gpu import emulated_driver, emulated_environment
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
+WAIT_S = 30
+SILENCE_S = 0.3
+"""For how long what must not happen is waited for."""
 _seeds = itertools.count((os.getpid() << 8) + 64)
 
 
@@ -199,3 +206,99 @@ def test_what_was_shared_and_closed_is_kept(driver: Driver, seed: int) -> None:
         with CheckpointedTree([owner.pid, user.pid]):
             pass
         assert user.ask("go") == owner.ask("go") == "done"
+
+
+def test_ctrl_c_while_one_is_locked_lets_it_go_on(
+    driver: Driver, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Method: as Python does, the exception comes right after the driver's function returned."""
+    call = Driver.call
+
+    def interrupted(self: Driver, function: str, *arguments: Any, of: str = "") -> None:
+        call(self, function, *arguments, of=of)
+        if function == "cuCheckpointProcessLock":
+            raise KeyboardInterrupt
+
+    with worker(seed) as one, worker(seed) as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(Driver, "call", interrupted)
+            with pytest.raises(KeyboardInterrupt), CheckpointedTree([one.pid, other.pid]):
+                pass
+        for each in (one, other):
+            assert read_cuda_state(driver, each.pid) is CudaState.RUNNING
+            assert each.ask("go") == "done"
+
+
+@contextlib.contextmanager
+def one_interrupt() -> Iterator[Callable[[], None]]:
+    """Lend what interrupts the main thread once, from any thread, and returns when it knows."""
+    taken = threading.Event()
+    main = threading.get_ident()
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        if not taken.is_set():
+            taken.set()
+            raise KeyboardInterrupt
+
+    def send() -> None:
+        # One that comes right before the main thread begins to wait would wait with it.
+        while not taken.wait(0.05):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield send
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_for_what_is_under_way(
+    driver: Driver, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: nothing is undone while it is still done.
+
+    Method: threads that checkpoint interrupt the main thread, and then give it time to go ahead.
+    """
+    call = Driver.call
+    undone = threading.Event()
+    began = threading.Barrier(2)
+    too_soon: list[bool] = []
+    with worker(seed) as one, worker(seed) as other, one_interrupt() as interrupt:
+
+        def slow(self: Driver, function: str, *arguments: Any, of: str = "") -> None:
+            if function == "cuCheckpointProcessGetState":
+                undone.set()
+            if function == "cuCheckpointProcessCheckpoint":
+                began.wait(WAIT_S)
+                interrupt()
+                too_soon.append(undone.wait(SILENCE_S))
+            call(self, function, *arguments, of=of)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Driver, "call", slow)
+            with pytest.raises(KeyboardInterrupt), CheckpointedTree([one.pid, other.pid]):
+                pass
+        assert too_soon == [False, False]
+        for each in (one, other):
+            assert read_cuda_state(driver, each.pid) is CudaState.RUNNING
+            assert each.ask("go") == "done"
+
+
+def test_ctrl_c_while_one_gets_its_gpus_back_waits_for_that(
+    driver: Driver, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: whoever is told twice to stop leaves nobody locked, also where there is but one."""
+    call = Driver.call
+    with worker(seed) as one, one_interrupt() as interrupt:
+
+        def interrupted(self: Driver, function: str, *arguments: Any, of: str = "") -> None:
+            call(self, function, *arguments, of=of)
+            if function == "cuCheckpointProcessRestore":
+                interrupt()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Driver, "call", interrupted)
+            with pytest.raises(KeyboardInterrupt), CheckpointedTree([one.pid]):
+                pass
+        assert read_cuda_state(driver, one.pid) is CudaState.RUNNING
+        assert one.ask("go") == "done"

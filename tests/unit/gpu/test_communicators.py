@@ -77,6 +77,16 @@ def test_peer_access_that_was_turned_off_is_none(variables: dict[str, str], refu
         assert len(obstacles(one, other)) == refusals
 
 
+def test_of_an_environment_without_an_end_only_the_beginning_is_read() -> None:
+    """Method: it is as long as a program can be given; a process can say that it is endless."""
+    long = {f"V{number}": "x" * (120 << 10) for number in range(10)}
+    turned_off = {"NCCL_P2P_DISABLE": "1"}
+    with rank(**turned_off, **long) as one, rank(**turned_off, **long) as other:
+        assert not obstacles(one, other)
+    with rank(**long, **turned_off) as one, rank(**long, **turned_off) as other:
+        assert len(obstacles(one, other)) == 1
+
+
 @pytest.mark.parametrize(
     ("version", "refusals"), [("580.159.04", 1), ("609.1", 1), ("610.43.02", 0), ("", 1)]
 )

@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from snapstore.repository.joining import wait_for_all
+from snapstore.joining import wait_for_all
 from snapstore.repository.warming import _fetch_all
 
 INTERRUPTS = 5

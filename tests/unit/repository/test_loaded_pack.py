@@ -18,11 +18,12 @@ from snapstore.backend.base import ObjectKind
 from snapstore.backend.drafts import begin_draft
 from snapstore.backend.posix import PosixBackend
 from snapstore.errors import DigestMismatch, Interrupted
+from snapstore.format import limits
 from snapstore.format import pack as pack_format
 from snapstore.format.tables import Rows
 from snapstore.ids import PackId
 from snapstore.repository.chunk_source import CheckedFrame, Loads
-from snapstore.repository.loaded_pack import LoadedFrame, LoadedPack
+from snapstore.repository.loaded_pack import LoadedFrame, LoadedPack, LoadedRun
 from snapstore.units import MIB
 from tests.support.samples import random_bytes
 from tests.support.waiting import wait_until
@@ -220,3 +221,19 @@ def test_nothing_is_loaded_after_the_end(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         LoadedPack(0, frames_of(data, [[(0, 9000)]]), loads, is_hashed_here=True).load(draft)
     draft.discard()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 256, 1 << 18])
+def test_a_pack_has_room_for_its_footer(chunk_bytes: int) -> None:
+    """Goal: no pack is longer than readers take, however short its chunks are."""
+    count = min(16 * 1024, 4 * MIB // chunk_bytes)
+    length = count * chunk_bytes
+    frame = LoadedFrame(0, [(0, length)], length, np.zeros(count, pack_format.CHUNK_DTYPE))
+    loads = Loads(Bytes(np.empty(0, np.uint8), part=1, hashes=False), check_all=True)
+    run = LoadedRun(loads, left_bytes=0)
+    while run.has_room(frame, 120 * MIB):
+        run.add(frame)
+    frames = len(run.waiting)
+    assert frames > 0
+    footer_bytes = pack_format.footer_bytes_max(frames, frames * count)
+    assert run.used + footer_bytes <= limits.PACK_BYTES_MAX

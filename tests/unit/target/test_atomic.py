@@ -132,6 +132,18 @@ def test_the_working_directory_is_not_replaced(
     assert names(tmp_path) == ["here", "link"]
 
 
+def test_a_working_directory_that_may_not_be_entered_is_not_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As of a service's user whom root's shell started."""
+    tmp_path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    with nobodys_directory() as root, as_nobody():
+        (root / "final").mkdir()
+        pull(root / "final")
+        assert names(root / "final") == ["f"]
+
+
 # -- what may be there beforehand -------------------------------------------------------------
 
 
