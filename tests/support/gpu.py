@@ -1,5 +1,6 @@
 """The emulated CUDA driver for tests: compiled once, and loaded instead of the real one."""
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -47,12 +48,22 @@ def emulated_libcuda(copy: str = "") -> Path:
             settings and state of its own.
     """
     built = _built(compiler())
-    if not copy:
-        return built
-    other = built.with_name(f"{copy}-{os.getpid()}.so")
-    if not other.exists():
-        shutil.copy2(built, other)
+    return _copied(built, copy, os.getpid()) if copy else built
+
+
+@functools.cache
+def _copied(built: Path, copy: str, pid: int) -> Path:
+    # Written anew: an earlier run may have had the same process id, and another emulation.
+    other = built.with_name(f"{copy}-{pid}.so")
+    other.unlink(missing_ok=True)
+    shutil.copy2(built, other)
+    atexit.register(_remove, other, pid)
     return other
+
+
+def _remove(path: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not a child that was forked
+        path.unlink(missing_ok=True)
 
 
 @functools.cache
