@@ -144,7 +144,10 @@ def test_ended_jobs_are_forgotten(plain_agent: Agent) -> None:
             while (answer := daemon.ask("GET", f"{job}?wait_s=60&seen=2")).status == 200:
                 if answer.document["state"] == "failed":
                     break
-        assert len(daemon.get("/v1/restores")["restores"]) == 2
+        # A job tells that it has ended a moment before it is counted among those that have.
+        wait_until(
+            lambda: len(daemon.get("/v1/restores")["restores"]) == 2, "two jobs are forgotten"
+        )
 
 
 def test_another_user(daemon: Daemon) -> None:
