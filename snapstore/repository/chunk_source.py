@@ -68,8 +68,13 @@ class ChunkSource(abc.ABC):
         return 0
 
     def joined_digest(self, pieces: Sequence[Span | bytes]) -> bytes:
-        """Hash spans of the file, where they are, and bytes as if they were one: BLAKE3-256."""
-        raise NotImplementedError
+        """Hash spans of the file, where they are, and bytes as if they were one: BLAKE3-256.
+
+        Only asked for as much as `joined_bytes_max`, so never of one that has none.
+        """
+        raise AssertionError(
+            f"{len(pieces)} pieces to hash where {self.joined_bytes_max} bytes fit"
+        )
 
 
 class Loads:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from snapstore.backend.base import Backend, Capabilities, ObjectInfo, ObjectKind
+from snapstore.backend.base import Backend, ObjectInfo, ObjectKind
+from snapstore.backend.forwarding import ForwardingBackend
 from snapstore.backend.posix import PosixBackend
 from snapstore.backend.retry import RetryingBackend
 from snapstore.errors import (
@@ -22,7 +23,6 @@ from snapstore.repository.push import PushResult
 from snapstore.repository.store import Store
 from snapstore.testing.clock import ManualClock
 from snapstore.testing.faults import Fault, FaultyBackend
-from snapstore.units import BytesLike
 from tests.support.damage import (
     Lab,
     leftovers,
@@ -202,34 +202,20 @@ def test_a_disk_that_does_not_store_what_it_was_given(
     assert refused > 5
 
 
-class StaleListings:
-    """Shows listings as they were when it was made (`Backend`), plus what is asked for."""
+class StaleListings(ForwardingBackend):
+    """Shows listings as they were when it was made, plus what is asked for."""
 
     def __init__(self, inner: Backend, ghosts: Sequence[tuple[ObjectKind, str]] = ()) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._then = {kind: [*inner.list(kind)] for kind in ObjectKind if kind.value != "marks"}
         for kind, name in ghosts:
             self._then[kind].append(ObjectInfo(name, 5, 0))
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def get_range(self, kind: ObjectKind, name: str, offset: int, into: memoryview) -> None:
-        self._inner.get_range(kind, name, offset, into)
-
-    def put_new(self, kind: ObjectKind, name: str, pieces: Sequence[BytesLike]) -> None:
-        self._inner.put_new(kind, name, pieces)
-
-    def stat(self, kind: ObjectKind, name: str) -> ObjectInfo:
-        return self._inner.stat(kind, name)
-
+    @override
     def list(self, kind: ObjectKind, prefix: str = "") -> Iterator[ObjectInfo]:
         return (info for info in self._then.get(kind, []) if info.name.startswith(prefix))
 
-    def delete(self, kind: ObjectKind, name: str) -> None:
-        self._inner.delete(kind, name)
-
+    @override
     def close(self) -> None:
         self._inner.close()
 
