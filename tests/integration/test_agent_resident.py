@@ -19,8 +19,9 @@ from snapstore.options import MEMORY_BYTES_MIN
 from snapstore.units import MIB, PAGE_BYTES
 from tests.support.agent import Agent
 from tests.support.network_locks import without_network_locks
+from tests.support.processes import open_fds
 from tests.support.s3_proxy import Proxy
-from tests.support.supervised import has_ended, inside_network, open_fds
+from tests.support.supervised import has_ended, inside_network
 from tests.support.tree import ProcessTree, TreeSizes
 from tests.support.waiting import wait_until
 from tools import seaweed

@@ -1,7 +1,6 @@
 """External memory through captures and restores with CRIU: what is where, and what is left."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from tests.support.external import SIZE_MIB, ExternalWorkload, broker_process
 from tests.support.external_lives import NAME, bring_back, restoring, take
 from tests.support.network_locks import without_network_locks
 from tests.support.peers import on_thread
+from tests.support.processes import open_fds
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -194,10 +194,6 @@ def flip(path: Path, offset: int) -> None:
         (byte,) = file.read(1)
         file.seek(offset)
         file.write(bytes([byte ^ 1]))
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - only how many
 
 
 def test_a_killed_copy_frees_its_memory(

@@ -17,13 +17,13 @@ from snapagent.linux import namespaces, processes
 from snapagent.linux.network import fresh_network
 from snapagent.supervision import Place, Supervisor, _spawn
 from tests.support.placeholder import placeholder_container
+from tests.support.processes import open_fds
 from tests.support.supervised import (
     agent_role,
     has_ended,
     marked,
     namespaces_in_use,
     needs_root,
-    open_fds,
     stubborn_tree,
     wait_for_tree,
 )

@@ -29,6 +29,11 @@ def wait_until(condition: Callable[[], bool], what: str, *, seconds: float) -> N
         CLOCK.sleep_s(POLL_S)
 
 
+def open_fds() -> int:
+    """Count what this process has open; tests that ran in it before may have left some."""
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - only how many
+
+
 def processes_in(directory: Path) -> list[int]:
     """Return all processes whose working directory is this one or below it, as seen from here.
 

@@ -70,10 +70,6 @@ def namespaces_in_use() -> set[str]:
     return found
 
 
-def open_fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def has_ended(pid: int) -> Callable[[], bool]:
     """Return a condition: the process is gone or only waits to be reaped."""
 

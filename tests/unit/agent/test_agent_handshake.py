@@ -13,7 +13,8 @@ from snapagent.errors import AgentError
 from snapagent.handshake import DEFAULT_DIRECTORY, ControlDirectory, RestoreFailed
 from snapagent.workload import handshake
 from snapagent.workload.handshake import Handshake, Outcome
-from tests.support.supervised import needs_root, open_fds
+from tests.support.processes import open_fds
+from tests.support.supervised import needs_root
 
 WAIT_S_MAX = 10
 

@@ -17,6 +17,7 @@ from snapagent.criu.protocol import encode_request
 from snapagent.errors import AgentError, ProtocolError
 from snapstore.units import MIB
 from tests.support.peers import SECONDS_MAX, all_was_read, on_thread, send_slowly, until
+from tests.support.processes import open_fds
 
 LARGE = bytes(range(256)) * (3 * MIB // 256)
 
@@ -105,10 +106,6 @@ def write_all(fd: int, data: bytes) -> None:
 def read_all(fd: int) -> bytes:
     with os.fdopen(fd, "rb") as pipe:
         return pipe.read()
-
-
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def no_threads_left() -> bool:
@@ -233,7 +230,7 @@ def send_twice(criu: Peer) -> None:
 )
 def test_peers_that_break_the_protocol(place: Path, act: Callable[[Peer], None], why: str) -> None:
     """The session ends, the error says what was received, and no descriptor is left."""
-    before = open_descriptors()
+    before = open_fds()
     with CaptureStreamer(place, MemoryImages()) as streamer:
         with Peer(place / "streamer-capture.sock") as criu:
             act(criu)
@@ -243,7 +240,7 @@ def test_peers_that_break_the_protocol(place: Path, act: Callable[[Peer], None],
             assert criu.has_ended()
         with pytest.raises(ProtocolError, match=why):
             streamer.join()
-    assert open_descriptors() == before
+    assert open_fds() == before
     assert no_threads_left()
 
 

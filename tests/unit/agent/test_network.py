@@ -7,7 +7,8 @@ import pytest
 
 from snapagent.errors import AgentError
 from snapagent.linux.network import ADDRESSES_MAX, fresh_network
-from tests.support.supervised import needs_root, open_fds
+from tests.support.processes import open_fds
+from tests.support.supervised import needs_root
 
 pytestmark = needs_root
 

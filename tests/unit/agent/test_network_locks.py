@@ -15,7 +15,8 @@ from snapagent.linux.network_locks import (
     remove_network_lock,
 )
 from tests.support.network_locks import FAMILY_INET, network_locks
-from tests.support.supervised import needs_root, open_fds
+from tests.support.processes import open_fds
+from tests.support.supervised import needs_root
 
 RUN = "d717636f-c007-414a-af55-3b59dc9f04eb"
 OTHER = "d717636f-c007-414a-bf55-3b59dc9f04eb"

@@ -15,7 +15,7 @@ from snapagent.linux.packets import (
     Channel,
     channel_pair,
 )
-from tests.support.supervised import open_fds
+from tests.support.processes import open_fds
 
 Pair = tuple[Channel, Channel]
 

@@ -1,9 +1,10 @@
 """Objects that are written part by part: nobody sees them before they have a name."""
 
+import contextlib
 import errno
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from snapstore.errors import (
 from snapstore.testing.clock import ManualClock
 from snapstore.testing.nfs import NfsClient, NfsFault, NfsFaults, NfsServer
 from snapstore.units import MIB, PAGE_BYTES
+from tests.support.processes import open_fds
 from tests.support.samples import random_bytes
 
 NAME, OTHER = "ab" * 32, "cd" * 32
@@ -50,13 +52,10 @@ def leftovers(root: Path) -> list[Path]:
     return [*(root / TEMPORARIES).iterdir()]
 
 
-def open_descriptors() -> int:
-    return len([*Path("/proc/self/fd").iterdir()])
-
-
 @pytest.fixture
-def backend(tmp_path: Path) -> PosixBackend:
-    return PosixBackend.create(tmp_path / "s")
+def backend(tmp_path: Path) -> Iterator[PosixBackend]:
+    with contextlib.closing(PosixBackend.create(tmp_path / "s")) as one:
+        yield one
 
 
 def test_it_has_no_name_until_it_is_published(backend: PosixBackend, tmp_path: Path) -> None:
@@ -76,12 +75,12 @@ def test_it_has_no_name_until_it_is_published(backend: PosixBackend, tmp_path: P
 
 
 def test_what_is_discarded_was_never_there(backend: PosixBackend, tmp_path: Path) -> None:
-    opened = open_descriptors()
+    opened = open_fds()
     draft = begin_draft(backend)
     write(draft, [(0, b"data")])
     draft.discard()
     assert leftovers(tmp_path / "s") == []
-    assert open_descriptors() == opened
+    assert open_fds() == opened
     with pytest.raises(ObjectNotFound):
         backend.stat(ObjectKind.PACK, NAME)
 
@@ -142,6 +141,7 @@ def test_any_parts_in_any_order(
     draft.publish(ObjectKind.PACK, NAME)
     draft.discard()
     assert read(backend) == wanted
+    backend.close()
 
 
 # --- storage in trouble ---

@@ -31,6 +31,7 @@ from snapstore.testing.clock import ManualClock
 from snapstore.testing.contract_objects import read
 from snapstore.testing.faults import KillableFiles, Killed
 from snapstore.testing.nfs import NfsCall, NfsClient, NfsFault, NfsFaults, NfsServer
+from tests.support.processes import open_fds
 
 if TYPE_CHECKING:
     import random
@@ -242,20 +243,16 @@ def test_deleted_objects_are_not_held_open(tmp_path: Path) -> None:
     """Whoever deletes or rewrites an object gives its space back at once."""
     store = PosixBackend.create(tmp_path / "s")
     into = memoryview(bytearray(1))
-    opened = open_descriptors()
+    opened = open_fds()
     store.put_new(ObjectKind.PACK, PACK, [b"x"])
     store.get_range(ObjectKind.PACK, PACK, 0, into)
     store.delete(ObjectKind.PACK, PACK)
-    assert open_descriptors() == opened
+    assert open_fds() == opened
     store.put_new(ObjectKind.PACK, PACK, [b"x"])
     store.get_range(ObjectKind.PACK, PACK, 0, into)
     PosixBackend(tmp_path / "s").delete(ObjectKind.PACK, PACK)
     store.put_new(ObjectKind.PACK, PACK, [b"x"])
-    assert open_descriptors() == opened
-
-
-def open_descriptors() -> int:
-    return len([*Path("/proc/self/fd").iterdir()])
+    assert open_fds() == opened
 
 
 def test_no_descriptor_is_synced_twice(tmp_path: Path) -> None:
@@ -383,16 +380,16 @@ def test_a_repaired_object_is_noticed_when_it_grew(tmp_path: Path) -> None:
 
 def test_descriptors_are_bounded_and_closed(tmp_path: Path) -> None:
     PosixBackend.create(tmp_path / "s")
-    opened = open_descriptors()
+    opened = open_fds()
     store = PosixBackend(tmp_path / "s")
     names = [f"{number:064x}" for number in range(100)]
     for name in names:
         store.put_new(ObjectKind.PACK, name, [b"x"])
         store.get_range(ObjectKind.PACK, name, 0, memoryview(bytearray(1)))
-    held = open_descriptors() - opened
+    held = open_fds() - opened
     assert held == 64
     store.close()
-    assert open_descriptors() == opened
+    assert open_fds() == opened
 
 
 def test_listings_pass_over_what_vanishes(mount: Mount) -> None:

@@ -25,6 +25,7 @@ from tests.support.lazy_pages import (
     random_image,
     whole_map,
 )
+from tests.support.processes import open_fds
 
 pytestmark = pytest.mark.slow
 
@@ -263,12 +264,12 @@ def test_descriptors_of_dead_children_are_closed_in_time(stage: Stage) -> None:
     """A shell forks a thousand times while nothing is filled: that must not use up descriptors."""
     daemon, peer = stage.start(random_image(PAGES), whole_map(PAGES), PAGES, fill=False)
     peer.check(5, 1)
-    before = open_files()
+    before = open_fds()
     for _ in range(20):
         peer.ask("fork_briefly", 10)
         stage.release()
     assert daemon.stats.tasks == 201
-    assert open_files() < before + 140
+    assert open_fds() < before + 140
     peer.check(3, 70)
 
 
@@ -488,7 +489,7 @@ def test_other_peers_are_refused(stage: Stage, sent: bytes, message: str) -> Non
 
 @pytest.mark.parametrize("is_started", [False, True])
 def test_it_can_be_closed_before_anybody_came(stage: Stage, *, is_started: bool) -> None:
-    before = open_files()
+    before = open_fds()
     daemon = daemon_of(stage, one_memory())
     if is_started:
         daemon.start()
@@ -496,11 +497,11 @@ def test_it_can_be_closed_before_anybody_came(stage: Stage, *, is_started: bool)
     daemon.close()
     assert not daemon.wait_filled(WAIT_S)
     assert not stage.errors
-    assert open_files() == before
+    assert open_fds() == before
 
 
 def test_only_a_userfaultfd_is_taken(stage: Stage) -> None:
-    before = open_files()
+    before = open_fds()
     daemon = daemon_of(stage, one_memory())
     with daemon:
         daemon.start()
@@ -511,7 +512,7 @@ def test_only_a_userfaultfd_is_taken(stage: Stage) -> None:
                 socket.send_fds(peer, [b"\0"], [null.fileno(), null.fileno()])
             with pytest.raises(ProtocolError, match="2 descriptors"):
                 daemon.wait_restored(WAIT_S)
-    assert open_files() == before
+    assert open_fds() == before
 
 
 @pytest.mark.parametrize(
@@ -533,10 +534,6 @@ def test_pagemaps_that_cannot_be_are_refused(
         daemon_of(stage, memory)
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_nothing_stays_open() -> None:
     """Thirty restores, ended in different ways, leave no descriptor and no thread."""
 
@@ -554,8 +551,8 @@ def test_nothing_stays_open() -> None:
             stage.close()
 
     one(0)
-    files, threads = open_files(), threading.active_count()
+    files, threads = open_fds(), threading.active_count()
     for number in range(30):
         one(number)
-    assert open_files() == files
+    assert open_fds() == files
     assert threading.active_count() == threads

@@ -27,6 +27,7 @@ from snapagent.memory.held import HeldMemory, find_owners, socket_of, take_over
 from snapagent.memory.ledger import Region, Session, State, session_id
 from snapagent.memory.placement import RegionPlace, SessionPlace
 from snapagent.workload import HostMemory, MemoryRefused
+from tests.support.processes import open_fds
 from tests.support.waiting import wait_until
 
 PAGE = 4096
@@ -109,10 +110,6 @@ def connect(broker: MemoryBroker) -> Iterator[Callable[[], Peer]]:
             return peer
 
         yield connect
-
-
-def open_fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def assert_refused(answer: Values | None, words: str) -> None:

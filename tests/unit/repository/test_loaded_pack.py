@@ -129,6 +129,7 @@ def test_it_is_a_pack(
     draft.discard()
     stored = bytearray(backend.stat(ObjectKind.PACK, name.hex).size_bytes)
     backend.get_range(ObjectKind.PACK, name.hex, 0, memoryview(stored))
+    backend.close()
     assert PackId(blake3(stored).digest()) == name
     found = pack_format.parse_footer(
         stored[pack.used : -pack_format.limits.PACK_TRAILER_BYTES], footer_offset=pack.used

@@ -13,6 +13,7 @@ from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.source.scan import scan_tree
 from snapstore.target.journal import Journal
 from snapstore.target.place import PlaceReport, TreeTarget
+from tests.support.processes import open_fds
 from tests.support.users import NOBODY, as_nobody, nobodys_directory
 
 SECOND_NS = 1_000_000_000
@@ -198,12 +199,12 @@ def test_files_may_be_opened_and_finished_by_many_threads(root: Path):
 
 
 def test_no_descriptor_is_left_open(root: Path):
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_fds()
     tree = [folder(), folder(b"d"), entry(b"d/f"), symlink(b"l", b"d"), hardlink(b"z", b"d/f")]
     place(root, tree)
     with pytest.raises(TargetError):
         place(root, tree)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_fds() == before
 
 
 def test_a_root_that_is_missing_is_refused(tmp_path: Path):
@@ -641,7 +642,7 @@ def test_a_tree_that_is_not_the_targets_is_our_bug(root: Path):
 
 
 def test_refused_trees_open_nothing(root: Path):
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_fds()
     with pytest.raises(Malformed):
         TreeTarget(root, [entry(b"../f")])
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert open_fds() == before
