@@ -29,7 +29,10 @@ def settle() -> None:
     - What cannot be written to stderr is lost, and nothing else: progress on a full disk ends no
       transfer. Results that cannot be written to stdout stay an error.
     - Ctrl-C and SIGTERM end the process with 130 while it loads, since nothing is begun yet.
+    - numpy gets no threads for linear algebra, of which nothing here does any: it would make one
+      for each processor, and all of them spin for a tenth of a second.
     """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # noqa: TID251 - for a library, no setting
     _open_missing()
     _forgive_stderr()
     for number, usual in (

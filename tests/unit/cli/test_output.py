@@ -182,6 +182,20 @@ def test_ignored_signals_stay_ignored() -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+def test_no_threads_for_linear_algebra() -> None:
+    """Goal: programs do not begin by making a thread for each processor of a machine."""
+    code = (
+        "from snapstore.cli.startup import settle; settle(); import numpy, os; "
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    ended = subprocess.run(  # noqa: S603 - this interpreter
+        ["env", "-u", "OPENBLAS_NUM_THREADS", sys.executable, "-c", code],  # noqa: S607
+        capture_output=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"1\n", b"")
+
+
 def test_paths_that_are_no_text(shop: Shop, tmp_path: Path) -> None:
     """Goal: bytes of a path that are not UTF-8 are shown as `\\xNN`, in JSON too."""
     out = Path(os.fsdecode(bytes(tmp_path) + b"/out\xff"))
