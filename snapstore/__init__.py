@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from snapstore.repository.arriving_file import FileWriter, HashedTotals
     from snapstore.repository.chunk_source import ChunkSource, PartGroups, Span
     from snapstore.repository.diff import DiffBytes, SnapshotDiff, StreamDiff
-    from snapstore.repository.file_pieces import FileChunks, FilePiece
+    from snapstore.repository.file_pieces import FileChunks, FilePiece, FilePieces, PieceGroup
     from snapstore.repository.file_ranges import FileRange
     from snapstore.repository.file_reader import SnapshotEntry, SnapshotFile
     from snapstore.repository.hashed_chunks import HashedChunks
@@ -59,6 +59,7 @@ __all__ = [
     "EntryType",
     "FileChunks",
     "FilePiece",
+    "FilePieces",
     "FileRange",
     "FileWriter",
     "Freed",
@@ -71,6 +72,7 @@ __all__ = [
     "ObjectTotals",
     "PageRun",
     "PartGroups",
+    "PieceGroup",
     "Progress",
     "ProgressCallback",
     "PullResult",
@@ -144,6 +146,8 @@ _HOMES = {
     "StreamDiff": "snapstore.repository.diff",
     "FileChunks": "snapstore.repository.file_pieces",
     "FilePiece": "snapstore.repository.file_pieces",
+    "FilePieces": "snapstore.repository.file_pieces",
+    "PieceGroup": "snapstore.repository.file_pieces",
     "FileRange": "snapstore.repository.file_ranges",
     "SnapshotEntry": "snapstore.repository.file_reader",
     "SnapshotFile": "snapstore.repository.file_reader",

@@ -29,6 +29,7 @@ NOT_EXPORTED = {
     "IngestTotals": "a part of `PushResult`, read through its attributes",
     "LoadedRank": "what `Snapshot.rank` gives, read through its attributes",
     "PackerTotals": "a part of `PushResult`, read through its attributes",
+    "PackId": "of a `PieceGroup`, for `SnapshotFile.open_pack`",
     "Pin": "what `NodeCache.pins` gives, read through its attributes; `Store.pin` makes it",
     "RankNumber": "a number, or the word host",
     "RankSummary": "a part of `SnapshotSummary`, read through its attributes",

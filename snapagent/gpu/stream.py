@@ -6,14 +6,17 @@ the next one. What is checked on the GPU instead is hashed there when a file is 
 page-locked memory already, as in a registered cache, is fetched from there by the GPU alone; what a
 cache has that is not registered is read from there instead of from the store.
 
-Python's interpreter runs one thread at a time, so everything that can be known of a piece before is
-in the plan: beside reading, hashing and copying, which let others run, a piece costs microseconds.
+Python's interpreter runs one thread at a time. So a plan has groups of pieces, made of the tables
+as a whole within milliseconds, and who takes a group makes its items: beside reading, hashing and
+copying, which let others run, an item costs microseconds. Raw frames that lie one after the other
+are read as if they were one, where the GPU checks them.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import enum
 import functools
 import os
 import queue
@@ -26,7 +29,7 @@ from xxhash import xxh3_128_digest
 from snapagent.gpu.arena import SLOT_BYTES, near_gpu
 from snapagent.gpu.checking import ChunkPlace, DeviceChunks, place_of
 from snapagent.precedence import Precedence
-from snapstore import Integrity, ReadCheck
+from snapstore import Integrity, PieceGroup, ReadCheck
 from snapstore.clock import SystemClock
 from snapstore.errors import DigestMismatch, FormatError, IntegrityError
 from snapstore.units import MIB
@@ -37,14 +40,14 @@ if TYPE_CHECKING:
     from snapagent.gpu.arena import PinnedArena, Slot
     from snapagent.gpu.driver import Gpu, Lane
     from snapagent.gpu.hashing import PieceHasher
-    from snapstore import FilePiece, SnapshotFile
+    from snapstore import FilePiece, FilePieces, SnapshotFile
     from snapstore.ids import PackId
 
 __all__ = ["DirectSource", "GpuStream", "ReadySource", "StreamReport", "StreamTarget"]
 
 _SLOTS_PER_WORKER: Final = 2
-_BATCH_PIECES: Final = 4
-"""Taken at a time by a worker: few enough that all of them end at about the same time."""
+_BATCH_BYTES: Final = 16 * MIB
+"""Taken at a time by a worker: little enough that all of them end at about the same time."""
 _DIRECT_BYTES: Final = 32 * MIB
 """Fetched at a time from memory that is page-locked already: so that a stop is noticed soon."""
 
@@ -101,6 +104,7 @@ class StreamReport:
         ready_bytes: Of `bytes`, those read from where they lay decoded.
         hashed_bytes: That were hashed on the GPU.
         seconds: From the first to the last.
+        plan_s: Of these, until it was known what to do.
         threads: How many worked.
         read_s: What threads took to read, check and decode.
         wait_s: What they waited for the GPU to fetch.
@@ -116,6 +120,7 @@ class StreamReport:
     ready_bytes: int = 0
     hashed_bytes: int = 0
     seconds: float = 0.0
+    plan_s: float = 0.0
     threads: int = 0
     read_s: float = 0.0
     wait_s: float = 0.0
@@ -143,7 +148,7 @@ class StreamReport:
 
 _SUMMED: Final = (
     *("bytes", "zero_bytes", "direct_bytes", "ready_bytes", "hashed_bytes"),
-    *("seconds", "read_s", "wait_s", "hash_s"),
+    *("seconds", "plan_s", "read_s", "wait_s", "hash_s"),
 )
 
 
@@ -156,36 +161,55 @@ class _Target:
     check: ReadCheck
     chunks: DeviceChunks | None
     left: int = 0
-    """Items that have not arrived."""
+    """Batches that have not arrived."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the processor need not read all of it whatever lies ready."""
+        return self.chunks is not None or self.what.file.integrity is Integrity.FAST
+
+
+class _How(enum.Enum):
+    """Where an item comes from."""
+
+    RAW = enum.auto()
+    """One read at a place of a pack gives all of it."""
+    STORE = enum.auto()
+    """The store reads the piece."""
+    READY = enum.auto()
+    """It lies decoded in another file."""
+    DIRECT = enum.auto()
+    """It lies in page-locked memory."""
+    ZEROS = enum.auto()
+    """From nowhere."""
 
 
 class _Item(NamedTuple):
-    """A piece on its way.
+    """What is copied at once.
 
     Attributes:
-        to: Where it goes, in the GPU's memory.
+        how: Where it comes from.
+        offset: In the file.
         length: Bytes.
-        source: Its address, if it lies in page-locked memory.
-        piece: In the file, unless it lies ready, there or decoded in a file.
-        at: Where in its pack it is, if the processor has to do no more than read it, else -1;
-            where in the file it is, if it lies decoded.
+        at: Where in the pack it lies, or its address, or where in the other file.
         checksum: XXH3-128 that it must have; empty if the GPU checks it.
+        piece: Which the store has to read.
     """
 
-    to: int
+    how: _How
+    offset: int
     length: int
-    source: int
-    piece: FilePiece | None
     at: int = -1
     checksum: bytes = b""
+    piece: FilePiece | None = None
 
 
 class _Batch(NamedTuple):
-    """Some pieces of one file for one worker; those at a place in a pack are all of the same."""
+    """A part of a file for one worker: a group of pieces, or what lies in page-locked memory."""
 
     target: _Target
-    items: list[_Item]
-    pack: PackId | None
+    group: PieceGroup
+    pieces: FilePieces | None
 
 
 class GpuStream:
@@ -277,6 +301,7 @@ class GpuStream:
         clock = SystemClock()
         begin = clock.monotonic_s()
         run = _Run(self, targets, stop, target_done, progress, precedence or Precedence())
+        run.report.plan_s = clock.monotonic_s() - begin
         run.work()
         run.report.seconds = clock.monotonic_s() - begin
         if run.error is not None:
@@ -307,17 +332,17 @@ class _Run:
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._empty: list[_Target] = []
-        batches: list[tuple[int, _Batch]] = []
+        batches: list[_Batch] = []
         for number, what in enumerate(targets):
             target = _plan_target(number, what, stream.hasher)
-            more = _batches_of(target, stream.part_bytes)
-            target.left = sum(len(batch.items) for _, batch in more)
+            more = _batches_of(target)
+            target.left = len(more)
             batches += more
             if not more:
                 self._empty.append(target)
         # Neighbours in the store are read one after the other, whatever files they belong to.
-        batches.sort(key=lambda one: one[0])
-        self._ready = collections.deque(batch for _, batch in batches)
+        batches.sort(key=lambda one: one.group.order)
+        self._ready = collections.deque(batches)
         self.packs = _OpenPacks(self._ready)
 
     @property
@@ -353,18 +378,18 @@ class _Run:
         return None if self.is_over else batch
 
     def arrived(self, target: _Target, items: list[_Item]) -> None:
-        """Take note of pieces that are in the GPU's memory; the last one makes its file whole."""
-        data = sum(item.length for item in items if item.piece is None or not item.piece.is_zeros)
+        """Take note of a batch that is in the GPU's memory; the last one makes its file whole."""
+        by_kind: collections.Counter[_How] = collections.Counter()
+        for item in items:
+            by_kind[item.how] += item.length
+        data = by_kind.total() - by_kind[_How.ZEROS]
         with self._lock:
             report = self.report
             report.bytes += data
-            report.zero_bytes += sum(item.length for item in items) - data
-            for item in items:
-                if item.piece is None and item.source:
-                    report.direct_bytes += item.length
-                elif item.piece is None:
-                    report.ready_bytes += item.length
-            target.left -= len(items)
+            report.zero_bytes += by_kind[_How.ZEROS]
+            report.direct_bytes += by_kind[_How.DIRECT]
+            report.ready_bytes += by_kind[_How.READY]
+            target.left -= 1
             is_whole = not target.left
         if data:
             self._progress(data)
@@ -408,26 +433,32 @@ class _OpenPacks:
 
     def __init__(self, batches: Iterable[_Batch]) -> None:
         self._lock = threading.Lock()
-        self._left = collections.Counter(one.pack for one in batches if one.pack is not None)
+        self._left = collections.Counter(one.group.pack for one in batches)
         self._fds: dict[PackId, int | None] = {}
+        self._is_of_use = True
 
     def open(self, batch: _Batch) -> int | None:
         """Return the descriptor for a batch; none if there is none."""
-        pack, piece = batch.pack, batch.items[0].piece
-        if pack is None or piece is None:
+        pack = batch.group.pack
+        if pack is None or not self._is_of_use:
             return None
         with self._lock:
             if pack not in self._fds:
-                self._fds[pack] = batch.target.what.file.open_pack(piece)
+                self._fds[pack] = batch.target.what.file.open_pack(pack)
             return self._fds[pack]
+
+    def give_up(self) -> None:
+        """Let the store read from now on: something else did not give all that it should."""
+        self._is_of_use = False
 
     def done(self, batch: _Batch) -> None:
         """Say that a batch needs its pack no more."""
-        if batch.pack is None:
+        pack = batch.group.pack
+        if pack is None:
             return
         with self._lock:
-            self._left[batch.pack] -= 1
-            fd = None if self._left[batch.pack] else self._fds.pop(batch.pack, None)
+            self._left[pack] -= 1
+            fd = None if self._left[pack] else self._fds.pop(pack, None)
         if fd is not None:
             os.close(fd)
 
@@ -470,24 +501,35 @@ class _Worker:
     def work(self) -> None:
         """Take batches until there is none left, or all is over."""
         run = self._run
-        pending: collections.deque[tuple[_Batch, int]] = collections.deque()
+        pending: collections.deque[tuple[_Target, list[_Item], int]] = collections.deque()
         while (batch := run.next()) is not None:
-            fd = run.packs.open(batch)
-            for item in batch.items:
-                place = self._free_place()
-                if run.is_over:
-                    return
-                self._begin(place, batch.target, item, fd)
+            items = self._begin_batch(batch, run.packs.open(batch))
+            if items is None:
+                return
             run.packs.done(batch)
-            pending.append((batch, self._used))
+            pending.append((batch.target, items, self._used))
             # A place is used again only after what was there has arrived.
-            while pending and pending[0][1] <= self._used - len(self._slots):
-                done, _ = pending.popleft()
-                run.arrived(done.target, done.items)
+            while pending and pending[0][2] <= self._used - len(self._slots):
+                target, items, _ = pending.popleft()
+                run.arrived(target, items)
         for place in range(len(self._slots)):
             self._wait(place)
-        for done, _ in pending:
-            run.arrived(done.target, done.items)
+        for target, items, _ in pending:
+            run.arrived(target, items)
+
+    def _begin_batch(self, batch: _Batch, fd: int | None) -> list[_Item] | None:
+        """Read a batch and let the GPU fetch it; returns what was, or none if all is over."""
+        run = self._run
+        items = _items_of(batch, run.stream.part_bytes if fd is not None else 0)
+        for item in items:
+            place = self._free_place()
+            if run.is_over:
+                return None
+            if not self._begin(place, batch.target, item, fd):
+                # Once more from its beginning, by the store, which says what is wrong if it is.
+                run.packs.give_up()
+                return self._begin_batch(batch, None)
+        return items
 
     def _free_place(self) -> int:
         place = self._used % len(self._slots)
@@ -501,34 +543,33 @@ class _Worker:
         self._lane.wait(place)
         self.wait_s += self._clock.monotonic_s() - begin
 
-    def _begin(self, place: int, target: _Target, item: _Item, fd: int | None) -> None:
-        """Read a piece, unless it lies ready, and let the GPU fetch it."""
-        piece, slot = item.piece, self._slots[place]
-        if piece is None and item.source:
-            self._lane.copy_in(place, item.to, item.source, item.length)
-        elif piece is None:
-            begin = self._clock.monotonic_s()
-            _read_ready(target.what, item, slot.view)
-            self.read_s += self._clock.monotonic_s() - begin
-            self._lane.copy_in(place, item.to, slot.address, item.length)
-        elif piece.is_zeros:
-            self._lane.fill(place, item.to, 0, item.length)
+    def _begin(self, place: int, target: _Target, item: _Item, fd: int | None) -> bool:
+        """Read an item, unless it lies ready, and let the GPU fetch it; False if the store has to.
+
+        It has to, too, where the system wants aligned what is read past the page cache.
+        """
+        what, slot = target.what, self._slots[place]
+        to, source = what.address + item.offset, slot.address
+        if item.how is _How.ZEROS:
+            self._lane.fill(place, to, 0, item.length)
+            return True
+        if item.how is _How.DIRECT:
+            source = item.at
         else:
             begin = self._clock.monotonic_s()
-            to, length = item.to, item.length
-            if fd is None or not _read_raw(item, fd, slot.view):
-                # All of the piece, if this was a part of one.
-                _read(target, piece, slot.view)
-                to, length = target.what.address + piece.offset, piece.length
+            if item.how is _How.READY:
+                _read_ready(what, item, slot.view)
+            elif item.piece is not None:
+                _read(target, item.piece, slot.view)
+            elif fd is None or not _read_raw(item, fd, slot.view):
+                return False
             self.read_s += self._clock.monotonic_s() - begin
-            self._lane.copy_in(place, to, slot.address, length)
+        self._lane.copy_in(place, to, source, item.length)
+        return True
 
 
 def _read_raw(item: _Item, fd: int, slot: memoryview) -> bool:
-    """Read a raw frame with one call; False if it is not as it should be, for `_read` to tell why.
-
-    It fails, too, where the system wants the length aligned that is read past the page cache.
-    """
+    """Read what is raw with one call; False if it is not as it should be."""
     view = slot if item.length == SLOT_BYTES else slot[: item.length]
     try:
         count = os.preadv(fd, [view], item.at)
@@ -557,72 +598,76 @@ def _plan_target(number: int, what: StreamTarget, hasher: PieceHasher | None) ->
     return _Target(number, what, check, chunks)
 
 
-def _batches_of(target: _Target, part_bytes: int) -> list[tuple[int, _Batch]]:
-    """What to do for a file, each with where it lies in the store."""
-    what = target.what
-    source, size = what.source, what.file.size_bytes
-    # Strong integrity that the GPU does not check would need the processor to read it all the same.
-    is_checked = target.chunks is not None or what.file.integrity is Integrity.FAST
-    if source is not None and is_checked:
-        found = []
-        for offset in range(0, size, _DIRECT_BYTES):
-            length = min(_DIRECT_BYTES, size - offset)
-            item = _Item(what.address + offset, length, source.address + offset, None)
-            found.append((-1, _Batch(target, [item], None)))
-        return found
-    ready = what.ready if is_checked else None
+def _batches_of(target: _Target) -> list[_Batch]:
+    """What to do for a file."""
+    what, size = target.what, target.what.file.size_bytes
+    if what.source is not None and target.is_checked:
+        return [
+            _Batch(
+                target,
+                PieceGroup(0, 0, offset, min(_DIRECT_BYTES, size - offset), -1, None, -1),
+                None,
+            )
+            for offset in range(0, size, _DIRECT_BYTES)
+        ]
     pieces = what.file.pieces()
-    if target.check is not ReadCheck.NOTHING or not _has_descriptors(what.file, pieces):
-        part_bytes = SLOT_BYTES
-    batches: list[tuple[int, _Batch]] = []
-    last, joined = None, 0
-    for piece in pieces:
-        if ready is not None and not piece.is_zeros and ready.filled(piece.offset, piece.length):
-            batches.append((-1, _Batch(target, _ready_items(target, piece, part_bytes), None)))
-            last = None
-            continue
-        pack, items = _items_of(target, piece, part_bytes)
-        if last is not None and pack is not None and last.pack == pack and joined < _BATCH_PIECES:
-            last.items.extend(items)
-            joined += 1
+    return [_Batch(target, group, pieces) for group in pieces.groups(_BATCH_BYTES)]
+
+
+def _items_of(batch: _Batch, part_bytes: int) -> list[_Item]:
+    """Divide a batch into what is copied at once.
+
+    Args:
+        batch: Of one file.
+        part_bytes: How much of raw frames is read at a time that the GPU checks; 0 if only the
+            store can read them.
+    """
+    target, group, pieces = batch
+    what = target.what
+    if pieces is None:
+        assert what.source is not None, "planned so"
+        at = what.source.address + group.offset
+        return [_Item(_How.DIRECT, group.offset, group.length, at)]
+    ready = what.ready if target.is_checked else None
+    if ready is None and part_bytes and group.at >= 0 and target.check is ReadCheck.NOTHING:
+        return [
+            _Item(
+                _How.RAW,
+                group.offset + begin,
+                min(part_bytes, group.length - begin),
+                group.at + begin,
+            )
+            for begin in range(0, group.length, part_bytes)
+        ]
+    found = []
+    for piece in pieces[group.first : group.last]:
+        if piece.is_zeros:
+            found.append(_Item(_How.ZEROS, piece.offset, piece.length))
+        elif ready is not None and ready.filled(piece.offset, piece.length):
+            found += _ready_items(piece, part_bytes or SLOT_BYTES)
         else:
-            last, joined = _Batch(target, items, pack), 1
-            batches.append((piece.order, last))
-    return batches
+            found += _stored_items(target, piece, part_bytes)
+    return found
 
 
-def _has_descriptors(file: SnapshotFile, pieces: list[FilePiece]) -> bool:
-    """Whether parts of raw frames can be read by themselves."""
-    first = next((piece for piece in pieces if piece.stored is not None), None)
-    fd = None if first is None else file.open_pack(first)
-    if fd is not None:
-        os.close(fd)
-    return fd is not None
-
-
-def _ready_items(target: _Target, piece: FilePiece, part_bytes: int) -> list[_Item]:
-    begin, to = piece.offset, target.what.address + piece.offset
+def _ready_items(piece: FilePiece, part_bytes: int) -> list[_Item]:
     return [
-        _Item(to + at, min(part_bytes, piece.length - at), 0, None, begin + at)
-        for at in range(0, piece.length, part_bytes)
+        _Item(_How.READY, begin, min(part_bytes, piece.offset + piece.length - begin), begin)
+        for begin in range(piece.offset, piece.offset + piece.length, part_bytes)
     ]
 
 
-def _items_of(
-    target: _Target, piece: FilePiece, part_bytes: int
-) -> tuple[PackId | None, list[_Item]]:
-    to, stored = target.what.address + piece.offset, piece.stored
+def _stored_items(target: _Target, piece: FilePiece, part_bytes: int) -> list[_Item]:
     by_chunks = target.check is ReadCheck.ALL and target.what.file.integrity is Integrity.STRONG
-    if stored is None or by_chunks:
-        return None, [_Item(to, piece.length, 0, piece)]
-    at = stored.frame.offset
+    if piece.stored is None or by_chunks or not part_bytes:
+        return [_Item(_How.STORE, piece.offset, piece.length, piece=piece)]
+    at = piece.stored.frame.offset
     if target.check is not ReadCheck.NOTHING:
-        return stored.pack, [_Item(to, piece.length, 0, piece, at, stored.frame.checksum)]
-    parts = [
-        _Item(to + begin, min(part_bytes, piece.length - begin), 0, piece, at + begin)
+        return [_Item(_How.RAW, piece.offset, piece.length, at, piece.stored.frame.checksum)]
+    return [
+        _Item(_How.RAW, piece.offset + begin, min(part_bytes, piece.length - begin), at + begin)
         for begin in range(0, piece.length, part_bytes)
     ]
-    return stored.pack, parts
 
 
 def _read(target: _Target, piece: FilePiece, into: memoryview) -> None:

@@ -2,16 +2,19 @@
 
 Where a file goes to a device as fast as the bus allows, there are microseconds for each mebibyte.
 So what can be known of a piece before is: a raw frame is the file's bytes, and reading one needs no
-more than its place and its checksum. Pure.
+more than its place and its checksum. And what need not be known to begin is not asked: tables are
+divided as a whole, and pieces are made when somebody takes them. Pure.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from snapstore.compression import Codec
 from snapstore.format import limits
@@ -21,19 +24,29 @@ from snapstore.repository.file_ranges import pack_order
 from snapstore.repository.read_plan import PlannedFrame
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from snapstore.format.layout import LayoutTables
     from snapstore.format.tables import Mask, Rows
     from snapstore.repository.frames import Numbers
     from snapstore.repository.segments import Segments
 
-__all__ = ["PIECE_BYTES_MAX", "FileChunks", "FilePiece", "StoredFrame", "chunks_of", "pieces_of"]
+__all__ = [
+    "PIECE_BYTES_MAX",
+    "FileChunks",
+    "FilePiece",
+    "FilePieces",
+    "PieceGroup",
+    "StoredFrame",
+    "chunks_of",
+    "pieces_of",
+]
 
 PIECE_BYTES_MAX = limits.FRAME_PLAIN_BYTES_MAX
 """A frame is no longer, so no piece has to be."""
 
 _FRAME_BYTES_MIN = 64 * 1024
 """Of shorter frames several are read together."""
+
+_ZEROS, _RAW, _OTHER = range(3)
 
 
 class StoredFrame(NamedTuple):
@@ -107,31 +120,140 @@ def chunks_of(extents: Rows, base: int, begin: int, size_bytes: int) -> FileChun
     )
 
 
-def pieces_of(segments: Segments, begin: int, size_bytes: int) -> list[FilePiece]:
+class PieceGroup(NamedTuple):
+    """Neighbouring pieces of a file that are best read by one thread.
+
+    Attributes:
+        first: Number of the first piece.
+        last: Number of the piece behind the last.
+        offset: Where in the file it begins.
+        length: Bytes.
+        order: Tells where in the store it begins, as in `FileRange`.
+        pack: All pieces are raw frames of this pack; none if it is one piece that is not raw.
+        at: Where in the pack all of it lies, as it is in the file; -1 if it does not.
+    """
+
+    first: int
+    last: int
+    offset: int
+    length: int
+    order: int
+    pack: PackId | None
+    at: int
+
+
+class FilePieces(Sequence[FilePiece]):
+    """The pieces of a file, in order; each is made when it is asked for. Immutable; thread-safe.
+
+    `SnapshotFile.pieces` makes it.
+    """
+
+    def __init__(
+        self,
+        layout: LayoutTables,
+        kinds: Numbers,
+        offsets: Numbers,
+        lengths: Numbers,
+        frames: Numbers,
+    ) -> None:
+        """Arrays of equal length, one row a piece; `frames` counts where there is data."""
+        self._layout = layout
+        self._kinds = kinds
+        self._offsets = offsets
+        self._lengths = lengths
+        self._frames = frames
+        data = kinds != _ZEROS
+        self._orders: Numbers = np.full(len(kinds), -1, np.int64)
+        self._orders[data] = pack_order(layout, frames[data])
+
+    @override
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    @overload
+    def __getitem__(self, index: int) -> FilePiece: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[FilePiece]: ...
+
+    @override
+    def __getitem__(self, index: int | slice) -> FilePiece | list[FilePiece]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        kind = int(self._kinds[index])
+        return FilePiece(
+            int(self._offsets[index]),
+            int(self._lengths[index]),
+            kind == _ZEROS,
+            int(self._orders[index]),
+            self._stored(int(self._frames[index])) if kind == _RAW else None,
+        )
+
+    def _stored(self, number: int) -> StoredFrame:
+        row = self._layout.frames[number]
+        values = [row[name].item() for name in PlannedFrame._fields[1:]]
+        return StoredFrame(self._pack(int(row["pack"])), PlannedFrame(number, *values))
+
+    def groups(self, about_bytes: int) -> list[PieceGroup]:
+        """Group raw pieces that follow each other and lie in one pack; others stay alone.
+
+        Args:
+            about_bytes: Of a group, 4 MiB less or more.
+        """
+        count = len(self)
+        if not count:
+            return []
+        packs, places = self._places()
+        follows = np.zeros(count, np.bool_)
+        follows[1:] = (packs[1:] == packs[:-1]) & (packs[1:] >= 0)
+        heads = self._offsets[~follows][np.cumsum(~follows) - 1]
+        blocks = (self._offsets - heads) // about_bytes
+        follows[1:] &= blocks[1:] == blocks[:-1]
+        breaks = follows.copy()
+        breaks[1:] &= places[1:] != places[:-1] + self._lengths[:-1]
+        broken = np.cumsum(breaks)
+        firsts = np.flatnonzero(~follows)
+        lasts = np.append(firsts[1:], count)
+        starts, ends = self._offsets[firsts], (self._offsets + self._lengths)[lasts - 1]
+        ats = np.where(broken[lasts - 1] == broken[firsts], places[firsts], -1)
+        used, which = np.unique(packs[firsts], return_inverse=True)
+        ids = [self._pack(pack) if pack >= 0 else None for pack in used.tolist()]
+        columns = (firsts, lasts, starts, ends - starts, self._orders[firsts])
+        listed = (column.tolist() for column in columns)
+        names = map(ids.__getitem__, which.tolist())
+        return list(map(PieceGroup, *listed, names, ats.tolist()))
+
+    def _places(self) -> tuple[Numbers, Numbers]:
+        """The pack of each raw frame and where it is in there; -1 for what is none."""
+        raw = self._kinds == _RAW
+        rows = self._layout.frames[self._frames[raw]]
+        packs, places = np.full((2, len(self)), -1, np.int64)
+        packs[raw], places[raw] = rows["pack"], rows["offset"]
+        return packs, places
+
+    def _pack(self, number: int) -> PackId:
+        return PackId(bytes(self._layout.packs["id"][number]))
+
+
+def pieces_of(segments: Segments, begin: int, size_bytes: int) -> FilePieces:
     """Divide the file whose first byte has the position `begin`; see `SnapshotFile.pieces`."""
+    layout = segments.layout
     if not size_bytes:
-        return []
+        none = np.empty(0, np.int64)
+        return FilePieces(layout, none, none, none, none)
     rows = segments.rows(begin, begin + size_bytes)
-    table = segments.layout.segments[rows.start : rows.stop]
+    table = layout.segments[rows.start : rows.stop]
     ends = segments.ends[rows.start : rows.stop] - begin
     starts = ends - table["length"].astype(np.int64)
     starts, ends = np.maximum(starts, 0), np.minimum(ends, size_bytes)
     raw = _raw_frames(segments, rows, ends - starts)
     data = table["frame"] != ZEROS
-    orders = np.full(len(table), -1, np.int64)
-    orders[data] = pack_order(segments.layout, table["frame"][data].astype(np.int64))
     kinds = np.where(data, np.where(raw, _RAW, _OTHER), _ZEROS)
-    begins, stops, firsts = starts.tolist(), ends.tolist(), orders.tolist()
-    raw_frames = _stored(segments, table["frame"][raw].astype(np.int64))
-    found = []
-    for kind, first, last in _groups(kinds, ends - starts):
-        stored = next(raw_frames) if kind == _RAW else None
-        offset, length = begins[first], stops[last - 1] - begins[first]
-        found.append(FilePiece(offset, length, kind == _ZEROS, firsts[first], stored))
-    return found
-
-
-_ZEROS, _RAW, _OTHER = range(3)
+    firsts = _firsts(kinds, starts, ends)
+    offsets = starts[firsts]
+    lengths = np.append(offsets[1:], size_bytes) - offsets
+    frames = table["frame"][firsts].astype(np.int64)
+    return FilePieces(layout, kinds[firsts], offsets, lengths, frames)
 
 
 def _raw_frames(segments: Segments, rows: range, lengths: Numbers) -> Mask:
@@ -148,31 +270,16 @@ def _raw_frames(segments: Segments, rows: range, lengths: Numbers) -> Mask:
     return raw
 
 
-def _groups(
-    kinds: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> Iterator[tuple[int, int, int]]:
-    """Join neighbours that are zeros, or that are neither zeros nor whole raw frames."""
-    first, size = 0, 0
-    listed = kinds.tolist()
-    for row, (kind, length) in enumerate(zip(listed, lengths.tolist(), strict=True)):
-        joins = row and kind == listed[row - 1] and kind != _RAW
-        if joins and (kind == _ZEROS or size + length <= PIECE_BYTES_MAX):
-            size += length
-            continue
-        if row:
-            yield listed[first], first, row
-        first, size = row, length
-    yield listed[first], first, len(listed)
-
-
-def _stored(segments: Segments, numbers: Numbers) -> Iterator[StoredFrame]:
-    """Give raw frames by number; in columns, since there may be very many."""
-    layout = segments.layout
-    rows = layout.frames[numbers]
-    # Only those of this file: a snapshot has many files and many packs.
-    used = np.unique(rows["pack"])
-    ids = [PackId(bytes(raw)) for raw in layout.packs["id"][used].tolist()]
-    packs = dict(zip(used.tolist(), ids, strict=True))
-    columns = (rows[name].tolist() for name in PlannedFrame._fields[1:])
-    frames = map(PlannedFrame, numbers.tolist(), *columns)
-    return map(StoredFrame, map(packs.__getitem__, rows["pack"].tolist()), frames)
+def _firsts(kinds: Numbers, starts: Numbers, ends: Numbers) -> Numbers:
+    """Where pieces begin: neighbours that are zeros are joined, or neither zeros nor raw frames."""
+    joins = np.zeros(len(kinds), np.bool_)
+    joins[1:] = (kinds[1:] == kinds[:-1]) & (kinds[1:] != _RAW)
+    others = np.flatnonzero(kinds == _OTHER)
+    begin = 0
+    for row, start, end in zip(
+        others.tolist(), starts[others].tolist(), ends[others].tolist(), strict=True
+    ):
+        if not joins[row] or end - begin > PIECE_BYTES_MAX:
+            joins[row] = False
+            begin = start
+    return np.flatnonzero(~joins)

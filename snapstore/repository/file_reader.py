@@ -19,7 +19,7 @@ from snapstore.errors import PathNotFound, UsageError
 from snapstore.format.tree import EntryType, TreeEntry
 from snapstore.fstree import show_path
 from snapstore.repository.file_content import CACHED_BYTES_MIN, FileContent, content_digest
-from snapstore.repository.file_pieces import FileChunks, FilePiece, chunks_of, pieces_of
+from snapstore.repository.file_pieces import FileChunks, FilePiece, FilePieces, chunks_of, pieces_of
 from snapstore.repository.file_ranges import FileRange, divide_file
 from snapstore.repository.frame_cache import FrameCache
 from snapstore.repository.lazy import lazy
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from snapstore.cache.node_cache import CachedFile
     from snapstore.format.rank import RankNumber
     from snapstore.format.tables import Rows
+    from snapstore.ids import PackId
     from snapstore.options import Integrity
     from snapstore.repository.snapshot import LoadedRank, Snapshot
 
@@ -305,13 +306,12 @@ class SnapshotFiles:
             return None
         return cache.file(file)
 
-    def pieces(self, entry: SnapshotEntry) -> list[FilePiece]:
+    def pieces(self, entry: SnapshotEntry) -> FilePieces:
         """Divide a file; see `SnapshotFile.pieces`."""
         file = self._first_name(self._entries[entry.path])
-        if not file.size_bytes:
-            return []
         segments = self._readers_of(file).cached.segments
-        return pieces_of(segments, segments.base(file.stream) + file.offset, file.size_bytes)
+        begin = segments.base(file.stream) + file.offset if file.size_bytes else 0
+        return pieces_of(segments, begin, file.size_bytes)
 
     def read_piece(
         self, entry: SnapshotEntry, piece: FilePiece, into: memoryview, check: ReadCheck
@@ -325,12 +325,10 @@ class SnapshotFiles:
             offset = file.offset + piece.offset
             reader.read_frame(file.stream, offset, piece.stored, into, check=check)
 
-    def open_pack(self, entry: SnapshotEntry, piece: FilePiece) -> int | None:
+    def open_pack(self, entry: SnapshotEntry, pack: PackId) -> int | None:
         """See `SnapshotFile.open_pack`."""
-        if piece.stored is None:
-            return None
         file = self._first_name(self._entries[entry.path])
-        return self._readers_of(file).streaming.open_pack(piece.stored.pack)
+        return self._readers_of(file).streaming.open_pack(pack)
 
     def chunks(self, entry: SnapshotEntry) -> FileChunks:
         """List the chunks of a file; see `SnapshotFile.chunks`."""
@@ -546,13 +544,13 @@ class SnapshotFile(io.RawIOBase):
             self.entry, about_bytes=about_bytes, zeros_bytes_min=zeros_bytes_min
         )
 
-    def pieces(self) -> list[FilePiece]:
+    def pieces(self) -> FilePieces:
         """Divide the whole file into pieces for `read_piece`, for whoever reads all of it at once.
 
         They cover the file in order. A raw frame that nothing else of the rank needs is a piece,
         of which nothing has to be looked up when it is read; other data are joined to pieces of up
         to 4 MiB, and zeros, of any length, are pieces of their own. Unlike ranges, pieces begin at
-        any byte.
+        any byte. Dividing takes little whatever the size; each piece is made when it is taken out.
 
         Raises:
             IntegrityError: The tables of the rank are damaged or gone.
@@ -588,18 +586,19 @@ class SnapshotFile(io.RawIOBase):
             else:
                 self._files.read_piece(self.entry, piece, into, check)
 
-    def open_pack(self, piece: FilePiece) -> int | None:
-        """Return a descriptor of the pack that has a raw piece, the caller's to close.
+    def open_pack(self, pack: PackId) -> int | None:
+        """Return a descriptor of a pack that has raw pieces of this file, the caller's to close.
 
-        For whoever reads very many pieces: the bytes are at `piece.stored.frame.offset` there,
-        unchecked, and what was said of `check` in `read_piece` holds. The descriptor may bypass the
-        page cache. None if the piece is not raw, or packs are no files: then there is `read_piece`.
+        For whoever reads very many pieces: the bytes of a group are `at` its place there, and those
+        of a piece at `piece.stored.frame.offset`, unchecked, and what was said of `check` in
+        `read_piece` holds. The descriptor may bypass the page cache. None if packs are no files:
+        then there is `read_piece`.
 
         Raises:
             MissingPack: The pack is gone.
         """
         self._require_open()
-        return self._files.open_pack(self.entry, piece)
+        return self._files.open_pack(self.entry, pack)
 
     def chunks(self) -> FileChunks:
         """List the chunks of the file, out of the manifest that the snapshot's id covers.

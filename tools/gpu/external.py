@@ -10,6 +10,7 @@ code have to be the same bits each time, and so has every weight. The exit code 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -27,10 +28,11 @@ from snapagent.memory.broker import MemoryBroker
 from snapagent.restore import Restoration, RestoreRequest
 from snapagent.supervision import Place
 from snapstore.cli.program import SWITCH_INTERVAL_S
+from snapstore.units import GIB
 from tools.gpu.living import Living, kill_tree
+from tools.gpu.room import memory_folder
 
 if TYPE_CHECKING:
-    import contextlib
     import subprocess
 
 _VARIABLES = {
@@ -39,6 +41,8 @@ _VARIABLES = {
 }
 
 _GONE_S_MAX = 60
+_HOST_GIB_MAX = 8
+"""Of a store, for what is no memory of GPUs."""
 
 
 class Run:
@@ -209,6 +213,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=2.0, help="size of the weights")
     parser.add_argument("--devices", type=int, default=1, help="GPUs to spread them over")
     parser.add_argument("--store", help="URL of a store; by default a folder in /dev/shm")
+    parser.add_argument("--huge", default="", help="a tmpfs for it instead: always, within_size")
     parser.add_argument("--memory", type=int, default=4096, help="MiB for the store")
     parser.add_argument("--eager", action="store_true", help="fill before the processes run")
     parser.add_argument("--once", action="store_true", help="only the capture that stops it")
@@ -217,8 +222,14 @@ def main() -> int:
     parser.add_argument("--move", action="store_true", help="restore onto another GPU")
     parser.add_argument("--again", action="store_true", help="restore it a second time")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="external-", dir="/dev/shm") as folder:
-        run = Run(Path(folder), options)
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.TemporaryDirectory(prefix="external-", dir="/dev/shm")
+        home = Path(stack.enter_context(folder))
+        if options.huge and not options.store:
+            size = int((options.gib + _HOST_GIB_MAX) * GIB)
+            stored, _ = stack.enter_context(memory_folder(size, huge=options.huge))
+            options.store = f"file://{stored}/store"
+        run = Run(home, options)
         try:
             ok = run.run()
         except Exception as error:  # noqa: BLE001 - is the result

@@ -144,6 +144,34 @@ def test_it_is_all_there(
     assert counter(bench.driver, "pageable_bytes_in") == 0
 
 
+@pytest.mark.parametrize("part_bytes", [4 * MIB, 768 * KIB])
+@pytest.mark.parametrize("integrity", list(Integrity))
+def test_where_packs_cannot_be_read_anywhere_the_store_does_it(
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    integrity: Integrity,
+    part_bytes: int,
+) -> None:
+    """Goal: past the page cache of a disk, the store reads all of it, and it is right.
+
+    Method: no read of the stream's own succeeds. It tries only until it knows that.
+    """
+    files = shelf_of(Compression.NONE, PosixBackend(tmp_path)).files(integrity)
+    tries: list[object] = []
+    monkeypatch.setattr("snapagent.gpu.stream._read_raw", lambda *what: tries.append(what))
+    stream = bench.keep(
+        GpuStream(bench.gpu, bench.arena, bench.hasher, workers=2, part_bytes=part_bytes)
+    )
+    with memories(bench.gpu, files) as addresses:
+        report, done = fill(stream, files, addresses)
+        for file, address, data in zip(files, addresses, contents().values(), strict=True):
+            assert read_back(bench.gpu, address, len(data)) == data, file.name
+    assert sorted(done) == list(range(len(files)))
+    assert report.bytes + report.zero_bytes == sum(map(len, contents().values()))
+    assert 1 <= len(tries) <= stream.workers
+
+
 class Source(NamedTuple):
     address: int
 

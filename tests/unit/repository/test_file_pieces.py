@@ -84,6 +84,48 @@ def test_chunks_hash_to_their_ids(integrity: Integrity, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("about_bytes", [4 * MIB, 16 * MIB])
+@pytest.mark.parametrize("compression", [Compression.NONE, Compression.AUTO])
+def test_groups_lie_in_packs_as_they_say(compression: Compression, about_bytes: int) -> None:
+    """Goal: who reads a group at its place in its pack has these bytes of the file.
+
+    Method: frames of tensors begin at whole pages, so that there are gaps between them; those of
+    devices are whole pages; and of one file they lie in another order.
+    """
+    store, backend = stored(compression, Integrity.FAST)
+    halves = [content()[: 4 * MIB], content()[4 * MIB : 8 * MIB]]
+    with store.begin("b") as writer:
+        writer.add_file(0, "straight", b"".join(halves), data_class="device")
+        writer.add_file(0, "turned", b"".join(reversed(halves)), data_class="device")
+        writer.add_file(0, "other", random_bytes(40 * MIB, 7).tobytes(), data_class="device")
+        writer.commit()
+    read_at = multiple = 0
+    for ref, name in (("a", "large"), ("a", "empty"), ("b", "turned"), ("b", "other")):
+        file = store.snapshot(ref).open(name)
+        data, pieces = file.read_at(0, file.size_bytes), file.pieces()
+        groups = pieces.groups(about_bytes)
+        assert [one.first for one in groups] == [0, *(one.last for one in groups)][: len(groups)]
+        assert sum(one.last - one.first for one in groups) == len(pieces)
+        for group in groups:
+            members = pieces[group.first : group.last]
+            assert group.offset == members[0].offset
+            assert group.order == members[0].order
+            assert group.length == sum(piece.length for piece in members)
+            assert group.length < about_bytes + 4 * MIB or members[0].is_zeros
+            packs = {piece.stored.pack if piece.stored else None for piece in members}
+            assert packs == {group.pack}
+            if group.at >= 0:
+                assert group.pack is not None
+                into = memoryview(bytearray(group.length))
+                backend.get_range(ObjectKind.PACK, group.pack.hex, group.at, into)
+                assert into == data[group.offset : group.offset + group.length]
+                read_at += group.length
+                multiple += len(members) > 1
+    assert read_at > 40 * MIB
+    assert bool(multiple) == (about_bytes > 4 * MIB)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("check", list(ReadCheck))
 def test_a_flipped_bit(check: ReadCheck) -> None:
     """Who asks for no check gets what is there, and everybody else an error. Proves: I6."""
