@@ -169,6 +169,14 @@ class CacheDirectory:
         with self._handle.used() as directory:
             return file_system_of(directory)
 
+    @property
+    def has_large_pages(self) -> bool:
+        """Whether its files get large pages, as far as that was decided when it was mounted."""
+        with self._handle.used() as directory:
+            kind, options = _mount_of(directory)
+        huge = [one.removeprefix("huge=") for one in options if one.startswith("huge=")]
+        return kind == "hugetlbfs" or (kind == "tmpfs" and huge not in ([], ["never"]))
+
     def close(self) -> None:
         """Let go of it, once nobody uses it. Idempotent."""
         self._handle.close()
@@ -200,17 +208,24 @@ def unusable(path: Path, error: OSError) -> AccessDenied:
 
 def file_system_of(fd: int) -> str:
     """Look up the type of the file system that something lies on; empty if nobody says."""
+    kind, _ = _mount_of(fd)
+    return kind
+
+
+def _mount_of(fd: int) -> tuple[str, list[str]]:
+    """The type of a file system and the options that it has wherever it is mounted."""
     device = os.fstat(fd).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return ""
+        return "", []
     for line in lines:
         before, _, after = line.partition(" - ")
         if before.split()[2] == wanted:
-            return after.split()[0]
-    return ""
+            kind, *rest = after.split()
+            return kind, rest[-1].split(",") if rest else []
+    return "", []
 
 
 def _require_own_file(path: Path, found: os.stat_result) -> None:

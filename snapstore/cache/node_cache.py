@@ -294,6 +294,11 @@ class NodeCache:
         """Whether it keeps decoded files in memory."""
         return self._decoded is not None
 
+    @property
+    def has_large_pages(self) -> bool:
+        """Whether decoded files get large pages, which are read several times as fast."""
+        return self._decoded is not None and self._decoded.directory.has_large_pages
+
     def has(self, tier: CacheTier) -> bool:
         """Whether it has this part."""
         return self._part(tier) is not None

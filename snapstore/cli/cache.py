@@ -94,6 +94,11 @@ def init(
             memory=memory,
             memory_budget_bytes=0 if memory_bytes is None else parse_bytes(memory_bytes),
         ) as made:
+            if made.has_decoded and not made.has_large_pages:
+                console.note(
+                    f"{memory} has small pages: on a tmpfs that is mounted with huge=within_size, "
+                    "decoded files are read about three times as fast"
+                )
             _print_stats(console, made)
 
 

@@ -304,6 +304,7 @@ def fill(
     return {
         "gb_per_s": round(report.bytes / report.seconds / 1e9, 2),
         "bottleneck": report.bottleneck,
+        "plan_s": round(report.plan_s, 4),
         "read_s": round(report.read_s, 3),
         "wait_s": round(report.wait_s, 3),
         "hash_s": round(report.hash_s, 4),

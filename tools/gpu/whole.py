@@ -299,6 +299,7 @@ class _Whole:
                     "bytes": report.bytes,
                     "threads": report.threads,
                     "seconds": round(report.seconds, 3),
+                    "plan_s": round(report.plan_s, 4),
                     "read_s": round(report.read_s, 3),
                     "wait_s": round(report.wait_s, 3),
                     "hash_s": round(report.hash_s, 4),

@@ -1,6 +1,7 @@
 """Directories that others could have prepared are refused, and so are settings that cannot be."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -163,3 +164,30 @@ def test_a_fifo_in_place_of_the_settings_is_no_wait(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "cache" / "cache.json", 0o600)
     with pytest.raises(SnapError, match="no file of this user"):
         NodeCache(tmp_path / "cache")
+
+
+@pytest.mark.skipif(not is_root, reason="only root can mount")
+@pytest.mark.parametrize(
+    ("option", "has_large"),
+    [("mode=700", False), ("huge=never", False), ("huge=within_size", True), ("huge=always", True)],
+)
+def test_large_pages_are_what_it_was_mounted_with(
+    tmp_path: Path, option: str, *, has_large: bool
+) -> None:
+    (tmp_path / "memory").mkdir()
+    command = ("mount", "-t", "tmpfs", "-o", f"size=4m,{option}", "tmpfs", tmp_path / "memory")
+    if subprocess.run(command, check=False, capture_output=True).returncode:  # noqa: S603
+        pytest.skip(f"this system mounts no tmpfs with {option}")
+    try:
+        made = NodeCache.init(
+            tmp_path / "cache",
+            budget_bytes=0,
+            memory=tmp_path / "memory" / "decoded",
+            memory_budget_bytes=MIB,
+        )
+        with made:
+            assert made.has_large_pages == has_large
+    finally:
+        subprocess.run(["umount", tmp_path / "memory"], check=True)  # noqa: S603, S607
+    with NodeCache.init(tmp_path / "other", budget_bytes=MIB) as other:
+        assert not other.has_large_pages
