@@ -168,6 +168,11 @@ class _Target:
         """Whether the processor need not read all of it whatever lies ready."""
         return self.chunks is not None or self.what.file.integrity is Integrity.FAST
 
+    @property
+    def ready(self) -> ReadySource | None:
+        """Where parts may be taken that lie decoded."""
+        return self.what.ready if self.is_checked else None
+
 
 class _How(enum.Enum):
     """Where an item comes from."""
@@ -210,6 +215,12 @@ class _Batch(NamedTuple):
     target: _Target
     group: PieceGroup
     pieces: FilePieces | None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all of it lies decoded, so that nothing is wanted of the store."""
+        ready = self.target.ready
+        return ready is not None and ready.filled(self.group.offset, self.group.length)
 
 
 class GpuStream:
@@ -440,7 +451,7 @@ class _OpenPacks:
     def open(self, batch: _Batch) -> int | None:
         """Return the descriptor for a batch; none if there is none."""
         pack = batch.group.pack
-        if pack is None or not self._is_of_use:
+        if pack is None or not self._is_of_use or batch.is_ready:
             return None
         with self._lock:
             if pack not in self._fds:
@@ -628,7 +639,7 @@ def _items_of(batch: _Batch, part_bytes: int) -> list[_Item]:
         assert what.source is not None, "planned so"
         at = what.source.address + group.offset
         return [_Item(_How.DIRECT, group.offset, group.length, at)]
-    ready = what.ready if target.is_checked else None
+    ready = target.ready
     if ready is None and part_bytes and group.at >= 0 and target.check is ReadCheck.NOTHING:
         return [
             _Item(

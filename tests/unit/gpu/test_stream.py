@@ -204,6 +204,38 @@ def test_what_lies_ready_is_fetched_from_there(bench: Bench) -> None:
         bench.gpu.host_free(address)
 
 
+class Decoded(NamedTuple):
+    """All of a file, decoded in another one."""
+
+    fd: int
+
+    def filled(self, offset: int, length: int) -> bool:
+        return offset >= 0 and length > 0
+
+
+def test_for_what_lies_decoded_no_pack_is_opened(bench: Bench, tmp_path: Path) -> None:
+    """Goal: with all of a file in a cache, the store may be away. Method: the packs are gone."""
+    shelf_of(Compression.NONE, PosixBackend(tmp_path))
+    # Another one, which has none of them open.
+    shelf = Shelf(PosixBackend(tmp_path))
+    file, data = shelf.files(Integrity.STRONG)[0], next(iter(contents().values()))
+    assert any(piece.stored for piece in file.pieces())
+    for info in [*shelf.backend.list(ObjectKind.PACK)]:
+        shelf.backend.delete(ObjectKind.PACK, info.name)
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=2))
+    with (tmp_path / "decoded").open("w+b") as decoded, memories(bench.gpu, [file]) as (address,):
+        decoded.write(data)
+        decoded.flush()
+        report = stream.fill(
+            [StreamTarget(3, file, address, ready=Decoded(decoded.fileno()))],
+            stop=threading.Event(),
+            target_done=lambda _: None,
+            progress=lambda _: None,
+        )
+        assert read_back(bench.gpu, address, len(data)) == data
+    assert report.ready_bytes == report.bytes
+
+
 @pytest.mark.parametrize("integrity", list(Integrity))
 @pytest.mark.parametrize("where", ["memory none", "memory auto", "posix none"])
 def test_a_flipped_bit_in_a_pack_is_named(
