@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.agent import AGENT_S_MAX, Agent
 from tests.support.daemon import Daemon, program, running_daemon
+from tests.support.processes import stop_process
 from tests.support.users import NOBODY, as_nobody
 from tests.support.waiting import wait_until
 
@@ -83,7 +84,7 @@ def test_interrupted_before_the_answer(daemon: Daemon, command: str) -> None:
     Method: stop the daemon; interrupt the command when it waits for an answer; let it go on.
     """
     arguments = ["none"] if command == "restore" else ["--pid", str(1 << 22), "none"]
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    stop_process(daemon.process.pid)
     try:
         process = program(
             daemon.agent, command, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -28,6 +28,7 @@ from tests.support.criu_sessions import (
     running,
     wait_for,
 )
+from tests.support.processes import stop_process
 from tools.live_process import Criu, CriuFailedError, LiveProcess
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow]
@@ -98,7 +99,7 @@ def test_pagemaps_are_those_of_criu(criu: Criu, live_process: LiveProcess, work_
     pipes may cut the runs of pages elsewhere.
     """
     work, images, local = folders(work_dir, "w", "images", "local")
-    os.kill(live_process.pid, signal.SIGSTOP)
+    stop_process(live_process.pid)
     criu.dump(live_process.pid, local, leave_running=True)
     dump_to_agent(criu, live_process.pid, work, images, "--leave-running")
 

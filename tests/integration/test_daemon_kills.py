@@ -19,7 +19,7 @@ from tests.support.agent import FRESH as FRESH_OPTIONS
 from tests.support.daemon import held_criu
 from tests.support.held_work import CANCELLED, CAPTURE, CASES, HELD, RESTORE, HeldWork, in_filling
 from tests.support.network_locks import without_network_locks
-from tests.support.processes import await_free_ids
+from tests.support.processes import await_free_ids, stop_process
 from tests.support.s3_proxy import Proxy
 from tests.support.tree import ProcessTree
 from tests.support.waiting import wait_until
@@ -223,7 +223,7 @@ def test_command_interrupted_too_late(world: World) -> None:
         job = f"{RESTORE}/{daemon.get(RESTORE)['restores'][0]['id']}"
         daemon.await_state(job, "filling")
         supervisor = world.agent.process_named("snapagent-super")
-        os.kill(supervisor, signal.SIGSTOP)
+        stop_process(supervisor)
         try:
             daemon.await_state(job, "releasing")
             command.send_signal(signal.SIGINT)

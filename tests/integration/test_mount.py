@@ -30,6 +30,7 @@ from tests.support.mounts import (
     own_environment,
     run_snapstore,
 )
+from tests.support.processes import stop_process
 from tests.support.samples import random_bytes, text
 from tests.support.servers import free_port
 from tests.support.trees import (
@@ -551,7 +552,7 @@ def test_a_process_that_does_not_answer(shop: Shop, mounts: Mounts) -> None:
     """A stopped process holds up neither who unmounts nor who would mount there."""
     program = [sys.executable, "-c", IMPATIENT]
     mount = mounts.mount("team/model:v1", shop.store)
-    os.kill(mount.pid, signal.SIGSTOP)
+    stop_process(mount.pid)
     try:
         refused = run_snapstore("umount", "--json", mount.directory, program=program)
         assert (refused.returncode, error_of(refused)) == (6, "MountBusy")

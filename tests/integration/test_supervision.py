@@ -17,7 +17,7 @@ from snapagent.linux import namespaces, processes
 from snapagent.linux.network import fresh_network
 from snapagent.supervision import Place, Supervisor, _spawn
 from tests.support.placeholder import placeholder_container
-from tests.support.processes import open_fds
+from tests.support.processes import open_fds, stop_process
 from tests.support.supervised import (
     agent_role,
     has_ended,
@@ -509,7 +509,7 @@ def test_both_killed(place: Place, work: Path, mark: str) -> None:
         known = {processes.inner_pid(pid) or 0 for pid in pids}
         assert supervisor._strays is not None
         supervisor._strays = supervisor._strays._replace(pids=known)
-        os.kill(supervisor.pid, signal.SIGSTOP)
+        stop_process(supervisor.pid)
         os.kill(supervisor.keeper_pid, signal.SIGKILL)
         os.kill(supervisor.pid, signal.SIGKILL)
         assert died.wait(END_S_MAX)

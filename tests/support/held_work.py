@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from snapagent.control import ENDED
 from tests.support.agent import Agent
 from tests.support.daemon import Daemon, HeldCriu, running_daemon
+from tests.support.processes import stop_process
 from tests.support.s3_proxy import Proxy, Request, Trouble
 from tests.support.waiting import wait_until
 
@@ -131,7 +132,7 @@ def in_releasing(work: HeldWork, daemon: Daemon, target: str) -> Iterator[str]:
     job = daemon.begin(target, name=STORED, record_s=2, **FRESH)
     daemon.await_state(job, "filling")
     supervisor = work.agent.process_named("snapagent-super")
-    os.kill(supervisor, signal.SIGSTOP)
+    stop_process(supervisor)
     yield job
     os.kill(supervisor, signal.SIGCONT)
 

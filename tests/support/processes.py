@@ -58,6 +58,21 @@ def open_files(pid: int) -> list[str]:
     return found
 
 
+def stop_process(pid: int) -> None:
+    """Stop a process; returns when none of its threads runs any more, which takes a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: _states(pid) <= set("TZX"), f"process {pid} stands", seconds=DEAD_S_MAX)
+
+
+def _states(pid: int) -> set[str]:
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # Of a thread that ends meanwhile there is nothing.
+        with contextlib.suppress(OSError):
+            found.add((task / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0])
+    return found
+
+
 @contextlib.contextmanager
 def watched(pids: list[int]) -> Iterator[list[int]]:
     """Give a descriptor for each process that still exists; ids may be reused, these are not."""

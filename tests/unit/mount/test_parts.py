@@ -14,7 +14,7 @@ from snapstore.mount import table
 from snapstore.mount.options import MountOptions
 from snapstore.mount.parallel import in_parallel
 from snapstore.mount.unmount import clear_dead, unmount
-from tests.support.waiting import wait_until
+from tests.support.processes import stop_process
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,7 @@ sys.stdin.read()
         process.send_signal(signal.SIGUSR1)
         process.send_signal(signal.SIGUSR2)
         assert not has_signal(process.pid)
-        process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: " T " in Path(f"/proc/{process.pid}/stat").read_text(), "it is stopped")
+        stop_process(process.pid)
         process.send_signal(signal.SIGTERM)
         assert has_signal(process.pid)
         process.kill()

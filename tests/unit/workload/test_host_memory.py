@@ -27,6 +27,7 @@ from snapagent.workload import (
     external_memory,
 )
 from tests.support.external import broker_process
+from tests.support.processes import stop_process
 from tests.support.supervised import has_ended
 from tests.support.waiting import wait_until
 
@@ -338,7 +339,7 @@ def test_lost_answers_to_a_release_change_nothing(
         block = memory.allocate(5000)
         block.buffer[:] = b"x" * 5000
         for _ in range(2):
-            process.process.send_signal(signal.SIGSTOP)
+            stop_process(process.process.pid)
             with pytest.raises(BrokerUnreachable):
                 memory.release()
             assert bytes(block.buffer) == b"x" * 5000
