@@ -38,7 +38,7 @@ class GpuSettings:
         workers: Threads for each GPU; 0 means its share of the usable cores, at most 12 for one GPU
             and 6 for each of several.
         pinned_bytes: Page-locked memory for each GPU; 0 means six slots of 4 MiB for each thread.
-        part_bytes: How much of a raw frame is read at a time; 0 for all of it.
+        part_bytes: How much is read at a time that GPUs check; 0 for 4 MiB, the most.
         registered_bytes: How much of a node cache may be page-locked, for all GPUs together.
         kernels: Where compiled kernels are kept.
         code: Kernels that are compiled already; by default NVRTC compiles them.

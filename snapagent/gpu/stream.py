@@ -1,10 +1,10 @@
 """Files of a snapshot into the memory of one GPU, as fast as the bus takes them.
 
-Some threads each take the next piece, in the order in which pieces lie in the store: read it into a
-slot of page-locked memory, check it there or not at all, and let the GPU fetch it while they read
-the next one. What is checked on the GPU instead is hashed there when a file is whole. What lies in
-page-locked memory already, as in a registered cache, is fetched from there by the GPU alone; what a
-cache has that is not registered is read from there instead of from the store.
+Some threads each take the next pieces, in the order in which they lie in the store: read them into
+slots of page-locked memory, check them there or not at all, and let the GPU fetch one slot while
+they read into the next. What is checked on the GPU instead is hashed there when a file is whole.
+What lies in page-locked memory already, as in a registered cache, is fetched from there by the GPU
+alone; what a cache has that is not registered is read from there instead of from the store.
 
 Python's interpreter runs one thread at a time. So a plan has groups of pieces, made of the tables
 as a whole within milliseconds, and who takes a group makes its items: beside reading, hashing and
@@ -31,7 +31,7 @@ from snapagent.gpu.checking import ChunkPlace, DeviceChunks, place_of
 from snapagent.precedence import Precedence
 from snapstore import Integrity, PieceGroup, ReadCheck
 from snapstore.clock import SystemClock
-from snapstore.errors import DigestMismatch, FormatError, IntegrityError
+from snapstore.errors import DigestMismatch, FormatError, IntegrityError, SnapError
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
@@ -164,14 +164,19 @@ class _Target:
     """Batches that have not arrived."""
 
     @property
-    def is_checked(self) -> bool:
-        """Whether the processor need not read all of it whatever lies ready."""
-        return self.chunks is not None or self.what.file.integrity is Integrity.FAST
+    def by_processor(self) -> bool:
+        """Whether the processor checks every chunk: then it has to read all of it by the store."""
+        return self.chunks is None and self.what.file.integrity is Integrity.STRONG
+
+    @property
+    def source(self) -> DirectSource | None:
+        """Where it is taken from page-locked memory."""
+        return None if self.by_processor else self.what.source
 
     @property
     def ready(self) -> ReadySource | None:
-        """Where parts may be taken that lie decoded."""
-        return self.what.ready if self.is_checked else None
+        """Where parts are taken that lie decoded."""
+        return None if self.by_processor else self.what.ready
 
 
 class _How(enum.Enum):
@@ -217,10 +222,12 @@ class _Batch(NamedTuple):
     pieces: FilePieces | None
 
     @property
-    def is_ready(self) -> bool:
-        """Whether all of it lies decoded, so that nothing is wanted of the store."""
+    def needs_pack(self) -> bool:
+        """Whether it is read from a pack past the store, as far as that works."""
+        if self.group.pack is None or self.target.by_processor:
+            return False
         ready = self.target.ready
-        return ready is not None and ready.filled(self.group.offset, self.group.length)
+        return ready is None or not ready.filled(self.group.offset, self.group.length)
 
 
 class GpuStream:
@@ -246,7 +253,7 @@ class GpuStream:
             arena: Slots near it.
             hasher: Hashes on it; without one the processor does.
             workers: Threads at most; each takes two slots.
-            part_bytes: How much of a raw frame is read at a time that the GPU checks, 4 MiB at
+            part_bytes: How much is read at a time that the GPU checks, 4 MiB at
                 most. What all threads of a machine hold should fit its processor's cache.
             blocking: Threads that wait for the GPU sleep, where they would spin otherwise.
         """
@@ -446,21 +453,19 @@ class _OpenPacks:
         self._lock = threading.Lock()
         self._left = collections.Counter(one.group.pack for one in batches)
         self._fds: dict[PackId, int | None] = {}
-        self._is_of_use = True
 
     def open(self, batch: _Batch) -> int | None:
-        """Return the descriptor for a batch; none if there is none."""
+        """Return the descriptor for a batch; none if the store is to read it, or to say why not."""
         pack = batch.group.pack
-        if pack is None or not self._is_of_use or batch.is_ready:
+        if pack is None or not batch.needs_pack:
             return None
         with self._lock:
             if pack not in self._fds:
-                self._fds[pack] = batch.target.what.file.open_pack(pack)
+                try:
+                    self._fds[pack] = batch.target.what.file.open_pack(pack)
+                except SnapError:
+                    self._fds[pack] = None
             return self._fds[pack]
-
-    def give_up(self) -> None:
-        """Let the store read from now on: something else did not give all that it should."""
-        self._is_of_use = False
 
     def done(self, batch: _Batch) -> None:
         """Say that a batch needs its pack no more."""
@@ -474,7 +479,7 @@ class _OpenPacks:
             os.close(fd)
 
     def close(self) -> None:
-        """Close what is left after an error."""
+        """Close what is left when it ended early."""
         with self._lock:
             for fd in self._fds.values():
                 if fd is not None:
@@ -530,17 +535,25 @@ class _Worker:
 
     def _begin_batch(self, batch: _Batch, fd: int | None) -> list[_Item] | None:
         """Read a batch and let the GPU fetch it; returns what was, or none if all is over."""
-        run = self._run
-        items = _items_of(batch, run.stream.part_bytes if fd is not None else 0)
-        for item in items:
-            place = self._free_place()
+        run, begun = self._run, list[_Item]()
+        left = collections.deque(_items_of(batch, run.stream.part_bytes, reads_pack=fd is not None))
+        while left:
+            place, item = self._free_place(), left.popleft()
             if run.is_over:
                 return None
-            if not self._begin(place, batch.target, item, fd):
-                # Once more from its beginning, by the store, which says what is wrong if it is.
-                run.packs.give_up()
-                return self._begin_batch(batch, None)
-        return items
+            if self._begin(place, batch.target, item, fd):
+                begun.append(item)
+                continue
+            # The rest by the store, which says what is wrong if anything is, from the beginning of
+            # a piece on: what was begun of that comes again.
+            left = collections.deque(_by_the_store(batch, item.offset))
+            start = left[0].offset
+            begun = [
+                one._replace(length=min(one.length, start - one.offset))
+                for one in begun
+                if one.offset < start
+            ]
+        return begun
 
     def _free_place(self) -> int:
         place = self._used % len(self._slots)
@@ -557,7 +570,7 @@ class _Worker:
     def _begin(self, place: int, target: _Target, item: _Item, fd: int | None) -> bool:
         """Read an item, unless it lies ready, and let the GPU fetch it; False if the store has to.
 
-        It has to, too, where the system wants aligned what is read past the page cache.
+        That may be for the system, which wants aligned what is read past the page cache.
         """
         what, slot = target.what, self._slots[place]
         to, source = what.address + item.offset, slot.address
@@ -573,6 +586,7 @@ class _Worker:
             elif item.piece is not None:
                 _read(target, item.piece, slot.view)
             elif fd is None or not _read_raw(item, fd, slot.view):
+                self.read_s += self._clock.monotonic_s() - begin
                 return False
             self.read_s += self._clock.monotonic_s() - begin
         self._lane.copy_in(place, to, source, item.length)
@@ -597,7 +611,11 @@ def _read_ready(what: StreamTarget, item: _Item, slot: memoryview) -> None:
         with contextlib.suppress(OSError):
             if what.ready is not None and os.preadv(what.ready.fd, [view], item.at) == item.length:
                 return
-        view[:] = what.file.read_exactly(item.at, item.length)
+        try:
+            view[:] = what.file.read_exactly(item.at, item.length)
+        except (FormatError, IntegrityError) as error:
+            where = _words(what, ChunkPlace(item.offset, item.length, "unknown"))
+            raise type(error)(f"{where}: {error}", next_step=error.next_step) from error
 
 
 def _plan_target(number: int, what: StreamTarget, hasher: PieceHasher | None) -> _Target:
@@ -611,74 +629,66 @@ def _plan_target(number: int, what: StreamTarget, hasher: PieceHasher | None) ->
 
 def _batches_of(target: _Target) -> list[_Batch]:
     """What to do for a file."""
-    what, size = target.what, target.what.file.size_bytes
-    if what.source is not None and target.is_checked:
-        return [
-            _Batch(
-                target,
-                PieceGroup(0, 0, offset, min(_DIRECT_BYTES, size - offset), -1, None, -1),
-                None,
-            )
-            for offset in range(0, size, _DIRECT_BYTES)
-        ]
-    pieces = what.file.pieces()
-    return [_Batch(target, group, pieces) for group in pieces.groups(_BATCH_BYTES)]
+    size = target.what.file.size_bytes
+    if target.source is None:
+        pieces = target.what.file.pieces()
+        return [_Batch(target, group, pieces) for group in pieces.groups(_BATCH_BYTES)]
+    found = []
+    for offset in range(0, size, _DIRECT_BYTES):
+        group = PieceGroup(0, 0, offset, min(_DIRECT_BYTES, size - offset), -1, None, -1)
+        found.append(_Batch(target, group, None))
+    return found
 
 
-def _items_of(batch: _Batch, part_bytes: int) -> list[_Item]:
+def _items_of(batch: _Batch, part_bytes: int, *, reads_pack: bool) -> list[_Item]:
     """Divide a batch into what is copied at once.
 
     Args:
         batch: Of one file.
-        part_bytes: How much of raw frames is read at a time that the GPU checks; 0 if only the
-            store can read them.
+        part_bytes: How much is read at a time that need not be read as a whole.
+        reads_pack: Whether the pack can be read past the store.
     """
     target, group, pieces = batch
-    what = target.what
     if pieces is None:
-        assert what.source is not None, "planned so"
-        at = what.source.address + group.offset
+        assert target.source is not None, "planned so"
+        at = target.source.address + group.offset
         return [_Item(_How.DIRECT, group.offset, group.length, at)]
     ready = target.ready
-    if ready is None and part_bytes and group.at >= 0 and target.check is ReadCheck.NOTHING:
-        return [
-            _Item(
-                _How.RAW,
-                group.offset + begin,
-                min(part_bytes, group.length - begin),
-                group.at + begin,
-            )
-            for begin in range(0, group.length, part_bytes)
-        ]
+    if ready is None and reads_pack and group.at >= 0 and target.check is ReadCheck.NOTHING:
+        return _parts(_How.RAW, group.offset, group.length, group.at, part_bytes)
     found = []
     for piece in pieces[group.first : group.last]:
+        offset, length = piece.offset, piece.length
         if piece.is_zeros:
-            found.append(_Item(_How.ZEROS, piece.offset, piece.length))
-        elif ready is not None and ready.filled(piece.offset, piece.length):
-            found += _ready_items(piece, part_bytes or SLOT_BYTES)
+            found.append(_Item(_How.ZEROS, offset, length))
+        elif ready is not None and ready.filled(offset, length):
+            found += _parts(_How.READY, offset, length, offset, part_bytes)
+        elif piece.stored is None or not reads_pack:
+            found.append(_from_store(piece))
+        elif target.check is ReadCheck.NOTHING:
+            found += _parts(_How.RAW, offset, length, piece.stored.frame.offset, part_bytes)
         else:
-            found += _stored_items(target, piece, part_bytes)
+            frame = piece.stored.frame
+            found.append(_Item(_How.RAW, offset, length, frame.offset, frame.checksum))
     return found
 
 
-def _ready_items(piece: FilePiece, part_bytes: int) -> list[_Item]:
+def _parts(how: _How, offset: int, length: int, at: int, part_bytes: int) -> list[_Item]:
     return [
-        _Item(_How.READY, begin, min(part_bytes, piece.offset + piece.length - begin), begin)
-        for begin in range(piece.offset, piece.offset + piece.length, part_bytes)
+        _Item(how, offset + begin, min(part_bytes, length - begin), at + begin)
+        for begin in range(0, length, part_bytes)
     ]
 
 
-def _stored_items(target: _Target, piece: FilePiece, part_bytes: int) -> list[_Item]:
-    by_chunks = target.check is ReadCheck.ALL and target.what.file.integrity is Integrity.STRONG
-    if piece.stored is None or by_chunks or not part_bytes:
-        return [_Item(_How.STORE, piece.offset, piece.length, piece=piece)]
-    at = piece.stored.frame.offset
-    if target.check is not ReadCheck.NOTHING:
-        return [_Item(_How.RAW, piece.offset, piece.length, at, piece.stored.frame.checksum)]
-    return [
-        _Item(_How.RAW, piece.offset + begin, min(part_bytes, piece.length - begin), at + begin)
-        for begin in range(0, piece.length, part_bytes)
-    ]
+def _from_store(piece: FilePiece) -> _Item:
+    return _Item(_How.STORE, piece.offset, piece.length, piece=piece)
+
+
+def _by_the_store(batch: _Batch, offset: int) -> list[_Item]:
+    """All pieces of a batch from the one on that has this byte of the file."""
+    assert batch.pieces is not None, "nothing else is read from packs"
+    pieces = batch.pieces[batch.group.first : batch.group.last]
+    return [_from_store(piece) for piece in pieces if piece.offset + piece.length > offset]
 
 
 def _read(target: _Target, piece: FilePiece, into: memoryview) -> None:

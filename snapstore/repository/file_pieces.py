@@ -17,6 +17,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from snapstore.compression import Codec
+from snapstore.errors import UsageError
 from snapstore.format import limits
 from snapstore.format.layout import ZEROS
 from snapstore.ids import PackId
@@ -24,6 +25,8 @@ from snapstore.repository.file_ranges import pack_order
 from snapstore.repository.read_plan import PlannedFrame
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from snapstore.format.layout import LayoutTables
     from snapstore.format.tables import Mask, Rows
     from snapstore.repository.frames import Numbers
@@ -47,6 +50,7 @@ _FRAME_BYTES_MIN = 64 * 1024
 """Of shorter frames several are read together."""
 
 _ZEROS, _RAW, _OTHER = range(3)
+_MADE_AT_ONCE = 1024
 
 
 class StoredFrame(NamedTuple):
@@ -162,6 +166,7 @@ class FilePieces(Sequence[FilePiece]):
         self._offsets = offsets
         self._lengths = lengths
         self._frames = frames
+        self._packs: dict[int, PackId] = {}
         data = kinds != _ZEROS
         self._orders: Numbers = np.full(len(kinds), -1, np.int64)
         self._orders[data] = pack_order(layout, frames[data])
@@ -179,27 +184,44 @@ class FilePieces(Sequence[FilePiece]):
     @override
     def __getitem__(self, index: int | slice) -> FilePiece | list[FilePiece]:
         if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        kind = int(self._kinds[index])
-        return FilePiece(
-            int(self._offsets[index]),
-            int(self._lengths[index]),
-            kind == _ZEROS,
-            int(self._orders[index]),
-            self._stored(int(self._frames[index])) if kind == _RAW else None,
-        )
+            return self._made(index)
+        number = range(len(self))[index]
+        return self._made(slice(number, number + 1))[0]
 
-    def _stored(self, number: int) -> StoredFrame:
-        row = self._layout.frames[number]
-        values = [row[name].item() for name in PlannedFrame._fields[1:]]
-        return StoredFrame(self._pack(int(row["pack"])), PlannedFrame(number, *values))
+    @override
+    def __iter__(self) -> Iterator[FilePiece]:
+        for begin in range(0, len(self), _MADE_AT_ONCE):
+            yield from self._made(slice(begin, begin + _MADE_AT_ONCE))
+
+    def _made(self, rows: slice) -> list[FilePiece]:
+        kinds = self._kinds[rows]
+        stored = self._stored(self._frames[rows][kinds == _RAW])
+        columns = (self._offsets[rows], self._lengths[rows], kinds == _ZEROS, self._orders[rows])
+        listed = (column.tolist() for column in columns)
+        frames = [next(stored) if kind == _RAW else None for kind in kinds.tolist()]
+        return list(map(FilePiece, *listed, frames))
+
+    def _stored(self, numbers: Numbers) -> Iterator[StoredFrame]:
+        """Give raw frames by number; in columns, since there may be very many."""
+        rows = self._layout.frames[numbers]
+        columns = (rows[name].tolist() for name in PlannedFrame._fields[1:])
+        frames = map(PlannedFrame, numbers.tolist(), *columns)
+        return map(StoredFrame, map(self._pack, rows["pack"].tolist()), frames)
 
     def groups(self, about_bytes: int) -> list[PieceGroup]:
         """Group raw pieces that follow each other and lie in one pack; others stay alone.
 
         Args:
             about_bytes: Of a group, 4 MiB less or more.
+
+        Raises:
+            UsageError: That is less than a piece may have.
         """
+        if about_bytes < PIECE_BYTES_MAX:
+            raise UsageError(
+                f"cannot group pieces to {about_bytes} bytes",
+                next_step=f"give at least {PIECE_BYTES_MAX}",
+            )
         count = len(self)
         if not count:
             return []
@@ -232,7 +254,10 @@ class FilePieces(Sequence[FilePiece]):
         return packs, places
 
     def _pack(self, number: int) -> PackId:
-        return PackId(bytes(self._layout.packs["id"][number]))
+        found = self._packs.get(number)
+        if found is None:
+            found = self._packs[number] = PackId(bytes(self._layout.packs["id"][number]))
+        return found
 
 
 def pieces_of(segments: Segments, begin: int, size_bytes: int) -> FilePieces:

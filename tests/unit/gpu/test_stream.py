@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
+from snapagent.gpu import stream as stream_module
 from snapagent.gpu.driver import Gpu, Lane, memory_at
 from snapagent.gpu.hashing import device_buffer
 from snapagent.gpu.stream import GpuStream, StreamReport, StreamTarget
@@ -26,6 +28,7 @@ from snapstore.format.config import StoreConfig
 from snapstore.testing.clock import ManualClock
 from snapstore.units import KIB, MIB, align_up
 from tests.support.gpu import counter
+from tests.support.processes import open_fds
 from tests.support.samples import bf16, random_bytes, text
 from tests.unit.gpu.bench import Bench, open_bench
 
@@ -144,32 +147,85 @@ def test_it_is_all_there(
     assert counter(bench.driver, "pageable_bytes_in") == 0
 
 
+@pytest.mark.parametrize("failing", ["all", "odd", "some"])
 @pytest.mark.parametrize("part_bytes", [4 * MIB, 768 * KIB])
 @pytest.mark.parametrize("integrity", list(Integrity))
-def test_where_packs_cannot_be_read_anywhere_the_store_does_it(
+def test_what_cannot_be_read_past_the_store_is_read_by_it(
     bench: Bench,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     integrity: Integrity,
     part_bytes: int,
+    failing: str,
 ) -> None:
-    """Goal: past the page cache of a disk, the store reads all of it, and it is right.
+    """Goal: every byte is there and counted once, and no more is asked of the store than must be.
 
-    Method: no read of the stream's own succeeds. It tries only until it knows that.
+    Method: reads of packs fail: all, as over a network; those of odd lengths, as past the page
+    cache of a disk; and some at random, after they wrote something else.
     """
-    files = shelf_of(Compression.NONE, PosixBackend(tmp_path)).files(integrity)
-    tries: list[object] = []
-    monkeypatch.setattr("snapagent.gpu.stream._read_raw", lambda *what: tries.append(what))
+    backend = PosixBackend(tmp_path)
+    sizes = [9 * MIB + 4096 * number for number in range(3)] + [MIB + 5]
+    datas = [random_bytes(size, 50 + size).tobytes() for size in sizes]
+    options = StoreOptions(compression=Compression.NONE, threads=2, integrity=integrity)
+    store = Store(backend, CONFIG, options, ManualClock())
+    with store.begin("a") as writer:
+        for number, data in enumerate(datas):
+            writer.add_file(3, f"{number}.mem", data + bytes(MIB), data_class="device")
+        writer.commit()
+    files = [store.snapshot("a").open(f"{number}.mem") for number in range(len(datas))]
+    chance = random.Random(part_bytes)
+    read_raw, read = stream_module._read_raw, stream_module._read
+    by_store: list[int] = []
+
+    def read_some(item: Any, fd: int, slot: memoryview) -> bool:
+        fails = {"all": True, "odd": item.length % 4096 != 0, "some": chance.random() < 0.2}
+        if fails[failing]:
+            slot[: item.length] = bytes(item.length)
+            return False
+        return read_raw(item, fd, slot)
+
+    def read_counted(target: Any, piece: Any, into: memoryview) -> None:
+        by_store.append(piece.length)
+        read(target, piece, into)
+
+    monkeypatch.setattr(stream_module, "_read_raw", read_some)
+    monkeypatch.setattr(stream_module, "_read", read_counted)
     stream = bench.keep(
         GpuStream(bench.gpu, bench.arena, bench.hasher, workers=2, part_bytes=part_bytes)
     )
     with memories(bench.gpu, files) as addresses:
+        fill(stream, files, addresses)
+        # The store has its packs open by now.
+        before = open_fds()
+        by_store.clear()
         report, done = fill(stream, files, addresses)
-        for file, address, data in zip(files, addresses, contents().values(), strict=True):
-            assert read_back(bench.gpu, address, len(data)) == data, file.name
+        assert open_fds() == before
+        for file, address, data in zip(files, addresses, datas, strict=True):
+            assert read_back(bench.gpu, address, file.size_bytes) == data + bytes(MIB)
     assert sorted(done) == list(range(len(files)))
-    assert report.bytes + report.zero_bytes == sum(map(len, contents().values()))
-    assert 1 <= len(tries) <= stream.workers
+    assert report.bytes + report.zero_bytes == sum(sizes) + len(files) * MIB
+    if failing == "all":
+        assert sum(by_store) == report.bytes
+    if failing == "odd":
+        assert sum(by_store) <= 2 * MIB
+
+
+@pytest.mark.parametrize("integrity", list(Integrity))
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_pack_that_is_gone_is_named(
+    bench: Bench, tmp_path: Path, integrity: Integrity, *, on_gpu: bool
+) -> None:
+    shelf_of(Compression.NONE, PosixBackend(tmp_path))
+    # Another one, which has none of them open.
+    shelf = Shelf(PosixBackend(tmp_path))
+    files = shelf.files(integrity)[:1]
+    for info in [*shelf.backend.list(ObjectKind.PACK)]:
+        shelf.backend.delete(ObjectKind.PACK, info.name)
+    hasher = bench.hasher if on_gpu else None
+    stream = bench.keep(GpuStream(bench.gpu, bench.arena, hasher, workers=2))
+    with memories(bench.gpu, files) as addresses, pytest.raises(MissingPack) as caught:
+        fill(stream, files, addresses)
+    caught.match(r"chunk \w+ of \d+ bytes at offset \d+ of memory/0-1.mem, rank 3: pack")
 
 
 class Source(NamedTuple):
@@ -213,7 +269,9 @@ class Decoded(NamedTuple):
         return offset >= 0 and length > 0
 
 
-def test_for_what_lies_decoded_no_pack_is_opened(bench: Bench, tmp_path: Path) -> None:
+def test_for_what_lies_decoded_no_pack_is_opened(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Goal: with all of a file in a cache, the store may be away. Method: the packs are gone."""
     shelf_of(Compression.NONE, PosixBackend(tmp_path))
     # Another one, which has none of them open.
@@ -222,7 +280,18 @@ def test_for_what_lies_decoded_no_pack_is_opened(bench: Bench, tmp_path: Path) -
     assert any(piece.stored for piece in file.pieces())
     for info in [*shelf.backend.list(ObjectKind.PACK)]:
         shelf.backend.delete(ObjectKind.PACK, info.name)
-    stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=2))
+    part_bytes = 768 * KIB
+    longest: list[int] = []
+    read_ready = stream_module._read_ready
+
+    def watch(what: StreamTarget, item: Any, slot: memoryview) -> None:
+        longest.append(item.length)
+        read_ready(what, item, slot)
+
+    monkeypatch.setattr(stream_module, "_read_ready", watch)
+    stream = bench.keep(
+        GpuStream(bench.gpu, bench.arena, bench.hasher, workers=2, part_bytes=part_bytes)
+    )
     with (tmp_path / "decoded").open("w+b") as decoded, memories(bench.gpu, [file]) as (address,):
         decoded.write(data)
         decoded.flush()
@@ -234,6 +303,7 @@ def test_for_what_lies_decoded_no_pack_is_opened(bench: Bench, tmp_path: Path) -
         )
         assert read_back(bench.gpu, address, len(data)) == data
     assert report.ready_bytes == report.bytes
+    assert max(longest) == part_bytes
 
 
 @pytest.mark.parametrize("integrity", list(Integrity))

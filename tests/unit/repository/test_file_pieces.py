@@ -62,6 +62,11 @@ def test_pieces_give_the_file(compression: Compression, integrity: Integrity) ->
     assert [piece.offset for piece in file.pieces()] == [0, *ends[:-1]]
     # Noise is raw anyhow.
     assert any(piece.stored for piece in file.pieces())
+    pieces, listed = file.pieces(), [*file.pieces()]
+    assert [pieces[number] for number in range(-len(listed), len(listed))] == listed * 2
+    assert pieces[1:-1:2] == listed[1:-1:2]
+    with pytest.raises(IndexError):
+        pieces[len(listed)]
 
 
 @pytest.mark.slow
@@ -154,3 +159,5 @@ def test_a_buffer_that_is_too_short() -> None:
     (piece,) = file.pieces()
     with pytest.raises(UsageError, match="too few"):
         file.read_piece(piece, bytearray(4))
+    with pytest.raises(UsageError, match="cannot group"):
+        file.pieces().groups(0)
