@@ -178,10 +178,16 @@ class DecodedTier:
         self.clock = clock
         self.block_bytes = max(PAGE_BYTES, directory.block_bytes)
         self.takes_writes = directory.file_system != "hugetlbfs"
+        self.large_page_bytes = directory.large_page_bytes
         self._is_pinned = is_pinned
         self.room = Room(
             state, "decoded.room", budget_bytes, clock, survey=self.occupants, evict=self.evict
         )
+
+    @property
+    def has_large_pages(self) -> bool:
+        """Whether its files get large pages."""
+        return bool(self.large_page_bytes) or not self.takes_writes
 
     def open(self, content: Content) -> DecodedFile:
         """Open the cache file of some content, or make it.
@@ -419,7 +425,7 @@ class DecodedFile:
         if size not in {0, self._total}:
             raise _Foreign
         if not size:
-            if not tier.room.take(self._total - self._meta):
+            if not tier.room.take(align_up(self._total - self._meta, tier.large_page_bytes or 1)):
                 raise OSError(errno.ENOSPC, f"no room in {tier.directory.path}")
             os.ftruncate(fd, self._total)
         # What is touched through a mapping and has no room would kill the process.
@@ -624,12 +630,13 @@ class DecodedFile:
         """Write checked bytes and mark them as there; False if there is no room."""
         room = self._tier.room
         for _ in range(2):
-            if not room.take(data.nbytes):
+            cost = self._cost(begin, data.nbytes)
+            if not room.take(cost):
                 return False
             try:
                 self._write(begin, data)
             except OSError as error:
-                room.give_back(data.nbytes)
+                room.give_back(cost)
                 if error.errno not in {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT}:
                     return False
                 # Others fill this file system as well.
@@ -638,6 +645,18 @@ class DecodedFile:
             self._mark(begin, begin + data.nbytes)
             return True
         return False
+
+    def _cost(self, begin: int, length: int) -> int:
+        """What a range takes of the memory, at most: a whole large page where nothing is yet."""
+        large = self._tier.large_page_bytes
+        if not large:
+            return length
+        cost, pages = 0, large // PAGE_BYTES
+        for number in range(begin // large, -(-(begin + length) // large)):
+            first = _HEADER_BYTES + number * pages
+            if self._marks.find(_THERE, first, first + pages) < 0:
+                cost += large
+        return cost
 
     def _keep_zeros(self, begin: int, end: int) -> bool:
         """Mark zeros as there; where nothing was ever written there are some."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from snapstore.cache.handle import Handle
 from snapstore.errors import AccessDenied, PolicyRefused, UsageError
+from snapstore.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["CacheDirectory", "CacheUnusable", "Occupant", "file_system_of", "unusable"]
 
 _MOUNTS = Path("/proc/self/mountinfo")
+_LARGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_LARGE_PAGE_BYTES = 2 * MIB
+_LARGE = frozenset({"huge=always", "huge=within_size"})
+"""Not `huge=advise`: nobody advises the kernel where files are written."""
 _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM})
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -170,12 +175,19 @@ class CacheDirectory:
             return file_system_of(directory)
 
     @property
-    def has_large_pages(self) -> bool:
-        """Whether its files get large pages, as far as that was decided when it was mounted."""
+    def large_page_bytes(self) -> int:
+        """How large the pages are that its files get on tmpfs, by how it was mounted; 0 if small.
+
+        On hugetlbfs, where no file has others, they are its blocks.
+        """
         with self._handle.used() as directory:
             kind, options = _mount_of(directory)
-        huge = [one.removeprefix("huge=") for one in options if one.startswith("huge=")]
-        return kind == "hugetlbfs" or (kind == "tmpfs" and huge not in ([], ["never"]))
+        if kind != "tmpfs" or not _LARGE.intersection(options):
+            return 0
+        try:
+            return int(_LARGE_PAGE.read_text("ascii"))
+        except (OSError, ValueError):
+            return _LARGE_PAGE_BYTES
 
     def close(self) -> None:
         """Let go of it, once nobody uses it. Idempotent."""

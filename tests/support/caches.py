@@ -1,7 +1,10 @@
 """What tests of the node's cache share: directories in memory, and contents that count."""
 
+import contextlib
 import dataclasses
+import os
 import shutil
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ from snapstore.cache.decoded import Cells, FileKey
 from snapstore.errors import DigestMismatch
 from snapstore.units import PAGE_BYTES
 
-__all__ = ["ByteContent", "memory_directory"]
+__all__ = ["ByteContent", "memory_directory", "tmpfs"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where tmpfs is
 
@@ -26,6 +29,21 @@ def memory_directory() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="snapstore-test-", dir=SHARED_MEMORY))
     yield folder / "cache"
     shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def tmpfs(path: Path, options: str) -> Iterator[Path]:
+    """Mount a tmpfs with these options at a directory that is made for it."""
+    if os.geteuid():
+        pytest.skip("only root can mount")
+    path.mkdir()
+    command = ("mount", "-t", "tmpfs", "-o", options, "tmpfs", path)
+    if subprocess.run(command, check=False, capture_output=True).returncode:  # noqa: S603
+        pytest.skip(f"this system mounts no tmpfs with {options}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)  # noqa: S603, S607
 
 
 @dataclasses.dataclass

@@ -222,10 +222,12 @@ def main() -> int:
     parser.add_argument("--move", action="store_true", help="restore onto another GPU")
     parser.add_argument("--again", action="store_true", help="restore it a second time")
     options = parser.parse_args()
+    if options.store and options.huge:
+        parser.error("--huge is for the tmpfs that is made where there is no --store")
     with contextlib.ExitStack() as stack:
         folder = tempfile.TemporaryDirectory(prefix="external-", dir="/dev/shm")
         home = Path(stack.enter_context(folder))
-        if options.huge and not options.store:
+        if options.huge:
             size = int((options.gib + _HOST_GIB_MAX) * GIB)
             stored, _ = stack.enter_context(memory_folder(size, huge=options.huge))
             options.store = f"file://{stored}/store"

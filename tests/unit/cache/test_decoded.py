@@ -26,7 +26,7 @@ from snapstore.cache.decoded import Cells, FileKey
 from snapstore.cache.node_cache import CachedFile, NodeCache
 from snapstore.errors import DigestMismatch, UsageError
 from snapstore.units import GIB, KIB, MIB, PAGE_BYTES, align_up
-from tests.support.caches import SHARED_MEMORY, ByteContent
+from tests.support.caches import SHARED_MEMORY, ByteContent, tmpfs
 from tests.support.samples import random_bytes
 
 PAGES = 37
@@ -93,6 +93,33 @@ def test_every_page_is_fetched_once_by_many_threads(cache: NodeCache) -> None:
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(work, range(16)))
     assert content.fetched == [1] * 1024
+
+
+@pytest.mark.parametrize("huge", ["always", "within_size"])
+def test_large_pages_count_as_what_they_take(tmp_path: Path, huge: str) -> None:
+    """Goal: a file that is filled here and there takes no more memory than the cache may have.
+
+    Proves: N5.
+    """
+    budget = 16 * MIB
+    with (
+        tmpfs(tmp_path / "memory", f"size=128m,huge={huge}") as memory,
+        make_cache(tmp_path / "disk", memory / "decoded", budget) as cache,
+    ):
+        content = content_of(64 * MIB)
+        with cache.open_content(content) as file:
+            kept = [file.ensure(at, 1) for at in range(MIB, 64 * MIB, 2 * MIB)]
+            assert kept[0]
+            assert not all(kept)
+            assert kept.count(True) >= 5
+            # What is there already costs nothing more.
+            assert file.ensure(MIB + 100 * KIB, 1)
+            taken = file.path.stat().st_blocks * 512
+        assert 5 * 2 * MIB <= taken <= budget
+        whole = content_of(8 * MIB, label="another")
+        with cache.open_content(whole) as file:
+            assert file.ensure(0, 8 * MIB)
+            assert read(file, 0, 8 * MIB) == whole.data
 
 
 def test_what_cannot_be_fetched_is_not_marked(cache: NodeCache) -> None:

@@ -1,13 +1,12 @@
 """`snapstore cache`: what it prints, how it exits."""
 
-import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
 import snapstore
-from snapstore.cache.directory import CacheDirectory
+from snapstore.cache.node_cache import NodeCache
 from snapstore.units import MIB
 from tests.support.samples import random_bytes
 from tests.unit.cli.conftest import Shop
@@ -27,8 +26,8 @@ def cache(tmp_path: Path, memory_directory: Path) -> Path:
     )
     assert made.code == 0, made.err
     document = one_object(made)
-    with contextlib.closing(CacheDirectory.open(memory_directory)) as directory:
-        assert ("huge=within_size" in made.err) != directory.has_large_pages
+    with NodeCache(path) as opened:
+        assert ("huge=within_size" in made.err) != opened.has_large_pages
     assert document["packs"]["budget_bytes"] == 64 * MIB
     assert document["decoded"]["directory"] == str(memory_directory)
     return path
