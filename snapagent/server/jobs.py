@@ -383,23 +383,30 @@ class _Poke:
         self._entry = entry
         self._journal = journal
         self._pending = threading.Event()
+        self._lock = threading.Lock()
         self._written = 1
 
     def __call__(self) -> None:
-        answer = self._entry.answer
-        if answer.state in ENDED:
-            self._journal.remove(answer.id)
-        else:
-            self.write_down(answer)
+        self.write_down(self._entry.answer)
         if not self._pending.is_set():
             self._pending.set()
             self._loop.call_soon_threadsafe(self._wake)
 
     def write_down(self, answer: AnyAnswer) -> None:
-        """Let the journal have it, if it is new and the job goes on."""
-        if answer.state not in ENDED and answer.version != self._written:
-            self._written = answer.version
-            self._journal.write(answer)
+        """Let the journal have it if it is news, or forget a job that has ended.
+
+        Threads may come late with what was so before; then it is none.
+        """
+        with self._lock:
+            if answer.version <= self._written:
+                return
+            # A job that is about to end is forgotten when it has.
+            if answer.state not in ENDED:
+                self._written = answer.version
+                self._journal.write(answer)
+            elif self._entry.answer.state in ENDED:
+                self._written = answer.version
+                self._journal.remove(answer.id)
 
     def _wake(self) -> None:
         self._pending.clear()
