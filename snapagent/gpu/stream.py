@@ -222,12 +222,11 @@ class _Batch(NamedTuple):
     pieces: FilePieces | None
 
     @property
-    def needs_pack(self) -> bool:
-        """Whether it is read from a pack past the store, as far as that works."""
-        if self.group.pack is None or self.target.by_processor:
-            return False
+    def needed_pack(self) -> PackId | None:
+        """Which pack it is read from past the store, as far as that works."""
         ready = self.target.ready
-        return ready is None or not ready.filled(self.group.offset, self.group.length)
+        is_ready = ready is not None and ready.filled(self.group.offset, self.group.length)
+        return None if is_ready or self.target.by_processor else self.group.pack
 
 
 class GpuStream:
@@ -390,7 +389,7 @@ class _Run:
             batch = self._ready.popleft()
         except IndexError:
             return None
-        if batch.target.what.source is None:
+        if batch.pieces is not None:
             # Copies out of registered memory need the interpreter for next to nothing.
             self._precedence.give_way(lambda: self.is_over)
         return None if self.is_over else batch
@@ -456,8 +455,8 @@ class _OpenPacks:
 
     def open(self, batch: _Batch) -> int | None:
         """Return the descriptor for a batch; none if the store is to read it, or to say why not."""
-        pack = batch.group.pack
-        if pack is None or not batch.needs_pack:
+        pack = batch.needed_pack
+        if pack is None:
             return None
         with self._lock:
             if pack not in self._fds:
@@ -572,25 +571,30 @@ class _Worker:
 
         That may be for the system, which wants aligned what is read past the page cache.
         """
-        what, slot = target.what, self._slots[place]
-        to, source = what.address + item.offset, slot.address
+        to, slot = target.what.address + item.offset, self._slots[place]
         if item.how is _How.ZEROS:
             self._lane.fill(place, to, 0, item.length)
             return True
         if item.how is _How.DIRECT:
-            source = item.at
-        else:
-            begin = self._clock.monotonic_s()
-            if item.how is _How.READY:
-                _read_ready(what, item, slot.view)
-            elif item.piece is not None:
-                _read(target, item.piece, slot.view)
-            elif fd is None or not _read_raw(item, fd, slot.view):
-                self.read_s += self._clock.monotonic_s() - begin
-                return False
-            self.read_s += self._clock.monotonic_s() - begin
-        self._lane.copy_in(place, to, source, item.length)
-        return True
+            self._lane.copy_in(place, to, item.at, item.length)
+            return True
+        begin = self._clock.monotonic_s()
+        is_read = _read_item(target, item, fd, slot.view)
+        self.read_s += self._clock.monotonic_s() - begin
+        if is_read:
+            self._lane.copy_in(place, to, slot.address, item.length)
+        return is_read
+
+
+def _read_item(target: _Target, item: _Item, fd: int | None, slot: memoryview) -> bool:
+    """Read an item into a slot; False if it cannot be had from the pack past the store."""
+    if item.how is _How.RAW:
+        return fd is not None and _read_raw(item, fd, slot)
+    if item.piece is not None:
+        _read(target, item.piece, slot)
+    else:
+        _read_ready(target.what, item, slot)
+    return True
 
 
 def _read_raw(item: _Item, fd: int, slot: memoryview) -> bool:

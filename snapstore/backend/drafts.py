@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from snapstore.backend.posix import PosixBackend
-from snapstore.backend.retry import RetryingBackend
+from snapstore.backend.retry import RetryingBackend, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Draft(Protocol):
 
 def has_drafts(backend: Backend) -> bool:
     """Whether `begin_draft` works."""
-    return isinstance(_patient(backend)[0], PosixBackend)
+    return isinstance(unwrapped(backend), PosixBackend)
 
 
 def begin_draft(backend: Backend) -> Draft:
@@ -63,14 +63,10 @@ def begin_draft(backend: Backend) -> Draft:
     Raises:
         AccessDenied: The store is open for reading only.
     """
-    inner, patience = _patient(backend)
+    inner = unwrapped(backend)
     assert isinstance(inner, PosixBackend), inner
     draft = inner.begin_draft()
-    return draft if patience is None else _RetryingDraft(draft, patience)
-
-
-def _patient(backend: Backend) -> tuple[Backend, RetryingBackend | None]:
-    return (backend.inner, backend) if isinstance(backend, RetryingBackend) else (backend, None)
+    return _RetryingDraft(draft, backend) if isinstance(backend, RetryingBackend) else draft
 
 
 class _RetryingDraft:

@@ -30,14 +30,13 @@ from snapstore.backend.files import (
 )
 from snapstore.backend.layout import object_text
 from snapstore.backend.posix_draft import PosixDraft
-from snapstore.backend.posix_publish import publish, sweep, temporary
+from snapstore.backend.posix_publish import publish, sweep, temporary, translate_write_error
 from snapstore.backend.posix_tree import Tree, make_root, tries
 from snapstore.clock import Clock, SystemClock
 from snapstore.errors import (
     AccessDenied,
     RangeNotSatisfiable,
     StoreNotFound,
-    TransientBackendError,
     UsageError,
 )
 from snapstore.units import MIB, BytesLike
@@ -220,9 +219,7 @@ class PosixBackend:
                 self._descriptors.forget(key)
                 self._tree.settle(key)
         except OSError as error:
-            if error.errno == errno.ENOENT:
-                raise TransientBackendError(f"{doing}: the store's directory went away") from error
-            raise translate_os_error(error, doing) from error
+            raise translate_write_error(error, doing) from error
 
     def begin_draft(self) -> PosixDraft:
         """See `snapstore.backend.drafts`.

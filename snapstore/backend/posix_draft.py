@@ -8,13 +8,11 @@ promises what `put_new` does (`posix_publish`).
 from __future__ import annotations
 
 import contextlib
-import errno
 from typing import TYPE_CHECKING
 
 from snapstore.backend import layout
 from snapstore.backend.base import CONTENT_NAMED, ObjectKind
 from snapstore.backend.direct import PlacedWriter
-from snapstore.backend.files import translate_os_error
 from snapstore.backend.layout import object_text
 from snapstore.backend.posix_publish import (
     Temporary,
@@ -23,8 +21,9 @@ from snapstore.backend.posix_publish import (
     new_temporary_key,
     open_temporary,
     publish,
+    translate_write_error,
 )
-from snapstore.errors import BackendError, TransientBackendError
+from snapstore.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +59,7 @@ class PosixDraft:
         try:
             self._opened().write(offset, pieces)
         except OSError as error:
-            raise _translated(error, "write an object that has no name yet") from error
+            raise translate_write_error(error, "write an object that has no name yet") from error
         end = offset + sum(piece.nbytes for piece in pieces)
         self._size_bytes = max(self._size_bytes, end)
         self._written = None
@@ -76,7 +75,7 @@ class PosixDraft:
             self._published(key)
             self._tree.settle(key)
         except OSError as error:
-            raise _translated(error, f"write {object_text(kind, name)}") from error
+            raise translate_write_error(error, f"write {object_text(kind, name)}") from error
 
     def discard(self) -> None:
         """See `Draft.discard`."""
@@ -116,9 +115,3 @@ class PosixDraft:
             self._is_lost = True
             raise
         return Temporary(self._key, found, [])
-
-
-def _translated(error: OSError, doing: str) -> BackendError:
-    if error.errno == errno.ENOENT:
-        return TransientBackendError(f"{doing}: the store's directory went away")
-    return translate_os_error(error, doing)

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from snapstore.backend import layout
 from snapstore.backend.base import CONTENT_NAMED, ObjectKind
 from snapstore.backend.direct import write_direct
-from snapstore.backend.files import FileStat, read_full
+from snapstore.backend.files import FileStat, read_full, translate_os_error
 from snapstore.backend.posix_tree import GONE, Tree, tries
-from snapstore.errors import CapabilityMissing, ObjectExists, TransientBackendError
+from snapstore.errors import BackendError, CapabilityMissing, ObjectExists, TransientBackendError
 from snapstore.units import MIB
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ __all__ = [
     "publish",
     "sweep",
     "temporary",
+    "translate_write_error",
 ]
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -104,6 +105,13 @@ def sweep(tree: Tree, older_than_s: float) -> int:
         names = tree.files.listdir(tree.path(layout.TEMPORARIES))
         keys = [f"{layout.TEMPORARIES}/{name}" for name in names if _TEMPORARY.fullmatch(name)]
         return sum(_remove_if_older(tree, key, limit_ns) for key in keys if key != probe.key)
+
+
+def translate_write_error(error: OSError, doing: str) -> BackendError:
+    """Say what went wrong while an object was written; a file that is missing was our own."""
+    if error.errno == errno.ENOENT:
+        return TransientBackendError(f"{doing}: the store's directory went away")
+    return translate_os_error(error, doing)
 
 
 def new_temporary_key() -> str:

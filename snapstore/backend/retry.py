@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from snapstore.clock import Clock
     from snapstore.units import BytesLike
 
-__all__ = ["RetryPolicy", "RetryingBackend"]
+__all__ = ["RetryPolicy", "RetryingBackend", "unwrapped"]
 
 _Result = TypeVar("_Result")
 
@@ -125,3 +125,8 @@ class RetryingBackend:
                     error.add_note(f"tried {failures} times in {spent_s:.1f} s")
                     raise
             self._clock.sleep_s(delay_s)
+
+
+def unwrapped(backend: Backend) -> Backend:
+    """Return what asks the storage itself, for what only some kinds of it can do."""
+    return backend.inner if isinstance(backend, RetryingBackend) else backend

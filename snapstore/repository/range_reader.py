@@ -17,7 +17,7 @@ import xxhash
 from snapstore.backend.base import ObjectKind
 from snapstore.backend.direct import copy_bytes, page_aligned
 from snapstore.backend.posix import PosixBackend
-from snapstore.backend.retry import RetryingBackend
+from snapstore.backend.retry import unwrapped
 from snapstore.compression import Codec, decode_frame
 from snapstore.errors import ObjectNotFound
 from snapstore.format.layout import ZEROS
@@ -184,9 +184,7 @@ class RangeReader:
         Raises:
             MissingPack: The pack is gone.
         """
-        backend = self._backend
-        if isinstance(backend, RetryingBackend):
-            backend = backend.inner
+        backend = unwrapped(self._backend)
         if not isinstance(backend, PosixBackend):
             return None
         try:
