@@ -9,12 +9,10 @@ from blake3 import blake3
 from typing_extensions import override
 
 from snapstore import ChunkSource, Compression, HashedChunks, Store, StoreOptions, init_store
-from snapstore.backend.files import OsFileCalls
 from snapstore.backend.posix import PosixBackend
 from snapstore.errors import RefNotFound
-from snapstore.testing.faults import KillableFiles, Killed
 from snapstore.units import KIB, MIB
-from tests.support.damage import nothing_left, open_on, temporaries
+from tests.support.damage import killed_at, open_on, temporaries
 from tests.support.samples import random_bytes
 from tests.support.schemas import check_store
 
@@ -55,22 +53,7 @@ def capture(store: Store, memory: Memory) -> int:
 
 def capture_with(root: Path, memory: Memory, number: int | None) -> list[str]:
     """Capture, and die before that many file calls if a number is given; returns the calls."""
-    files = KillableFiles(OsFileCalls())
-    if number is not None:
-        files.arm(number)
-    with nothing_left():
-        backend = None
-        try:
-            backend = PosixBackend(root, files=files)
-            capture(open_on(backend, root, OPTIONS), memory)
-        except Killed:
-            assert number is not None
-        finally:
-            files.disarm()
-            if backend is not None:
-                backend.close()
-            files.abandon()
-    return [call.call for call in files.calls]
+    return killed_at(root, number, lambda backend: capture(open_on(backend, root, OPTIONS), memory))
 
 
 def test_a_capture_dies_between_file_calls(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from snapstore.backend.base import ObjectKind
-from snapstore.backend.files import OsFileCalls
-from snapstore.backend.posix import PosixBackend
 from snapstore.errors import RefNotFound
-from snapstore.testing.faults import KillableFiles, Killed
+from snapstore.testing.faults import Killed
 from tests.support.damage import (
     Boundary,
     Crash,
     Lab,
+    killed_at,
     nothing_left,
     open_on,
     open_traced,
@@ -156,23 +155,8 @@ def test_a_push_dies_between_file_calls(empty: Lab, tmp_path: Path) -> None:
 
 def push_with(lab: Lab, number: int | None) -> list[str]:
     """Push, and die before that many file calls if a number is given; returns the calls made."""
-    files = KillableFiles(OsFileCalls())
-    if number is not None:
-        files.arm(number)
-    try:
-        with nothing_left():
-            backend = None
-            try:
-                backend = PosixBackend(lab.root, files=files)
-                store = open_on(backend, lab.root, lab.options)
-                store.push(lab.tree, lab.name)
-            except Killed:
-                assert number is not None
-            finally:
-                files.disarm()
-                if backend is not None:
-                    backend.close()
-                files.abandon()
-    finally:
-        files.disarm()
-    return [call.call for call in files.calls]
+    return killed_at(
+        lab.root,
+        number,
+        lambda backend: open_on(backend, lab.root, lab.options).push(lab.tree, lab.name),
+    )

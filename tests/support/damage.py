@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 
 from snapstore.backend.base import Backend, ObjectKind
+from snapstore.backend.files import OsFileCalls
 from snapstore.backend.layout import key_of
 from snapstore.backend.posix import PosixBackend
 from snapstore.backend.trace import Operation, TraceHook, TracingBackend, Verb
@@ -38,7 +39,7 @@ from snapstore.options import Integrity, StoreOptions
 from snapstore.repository.pull import PullResult
 from snapstore.repository.push import PushResult
 from snapstore.repository.store import Store, init_store, open_store
-from snapstore.testing.faults import Killed
+from snapstore.testing.faults import KillableFiles, Killed
 from snapstore.units import KIB, align_up
 
 REPOSITORY = Path(__file__).parents[2]
@@ -433,6 +434,32 @@ def nothing_left() -> Iterator[None]:
         gc.collect()  # An exception that is being looked at keeps what its frames refer to.
     new = set(open_descriptors().items()) - set(descriptors.items())
     assert not new, new
+
+
+def killed_at(root: Path, number: int | None, act: Callable[[PosixBackend], object]) -> list[str]:
+    """Do something in a store, and die before that many file calls; returns the calls made.
+
+    Args:
+        root: Of the store.
+        number: Of calls; with none it goes to its end.
+        act: Gets the store's backend.
+    """
+    files = KillableFiles(OsFileCalls())
+    if number is not None:
+        files.arm(number)
+    with nothing_left():
+        backend = None
+        try:
+            backend = PosixBackend(root, files=files)
+            act(backend)
+        except Killed:
+            assert number is not None
+        finally:
+            files.disarm()
+            if backend is not None:
+                backend.close()
+            files.abandon()
+    return [call.call for call in files.calls]
 
 
 def temporaries(root: Path) -> list[Path]:

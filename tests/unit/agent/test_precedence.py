@@ -4,18 +4,7 @@ import threading
 
 from snapagent.precedence import Precedence
 from snapstore.testing.clock import ManualClock
-
-
-def is_held_up(precedence: Precedence) -> bool:
-    """Tell whether who gives way has to wait now: only then it asks whether to give up."""
-    asked: list[bool] = []
-
-    def is_over() -> bool:
-        asked.append(True)
-        return True
-
-    precedence.give_way(is_over)
-    return bool(asked)
+from tests.support.waiting import is_held_up
 
 
 def test_others_wait_for_the_last_one() -> None:

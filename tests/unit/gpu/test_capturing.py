@@ -1,12 +1,13 @@
 """Memory of an emulated GPU into a store and back: only what is new comes over."""
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from snapstore.units import MIB
 from tests.support.gpu import counter
 from tests.support.samples import bf16, random_bytes
 from tests.support.schemas import check_store
-from tests.unit.gpu.bench import Bench, open_bench
+from tests.unit.gpu.bench import Bench, GpuBehind, LaneBehind, open_bench
 from tests.unit.repository.parts import memory_stores
 
 pytestmark = pytest.mark.slow
@@ -150,44 +151,21 @@ def test_packs_are_hashed_where_they_are(bench: Bench, directory: Store, tmp_pat
     assert capture(bench, directory, "b", data).copied_bytes == 0
 
 
-class FlippingLane:
+class FlippingLane(LaneBehind):
     """A bus that flips a bit of each part, at an offset in it."""
 
     def __init__(self, lane: Lane, offset: int) -> None:
-        self._lane = lane
+        super().__init__(lane)
         self._offset = offset
         self._begun: dict[int, int] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lane.__exit__()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lane, name)
-
     def copy_out(self, place: int, host: int, device: int, length: int) -> None:
         self._begun[place] = host
-        self._lane.copy_out(place, host, device, length)
+        self.lane.copy_out(place, host, device, length)
 
     def wait(self, place: int) -> None:
-        self._lane.wait(place)
+        self.lane.wait(place)
         memory_at(self._begun[place] + self._offset, 1)[0] ^= 0x10
-
-
-class FlippingGpu:
-    """A GPU behind it."""
-
-    def __init__(self, gpu: Gpu, offset: int) -> None:
-        self._gpu = gpu
-        self._offset = offset
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gpu, name)
-
-    def lane(self, places: int, *, blocking: bool = False) -> FlippingLane:
-        return FlippingLane(self._gpu.lane(places, blocking=blocking), self._offset)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +181,7 @@ def test_damage_on_the_way_ends_the_capture(
 ) -> None:
     """Goal: a bus that damages what it moves is found out, and nothing gets the name."""
     data = packed()
-    gpu: Any = FlippingGpu(bench.gpu, offset)
+    gpu: Any = GpuBehind(bench.gpu, functools.partial(FlippingLane, offset=offset))
     with (
         holding(bench.gpu, data) as address,
         GpuCapture(gpu, bench.arena, bench.hasher, check_all=check_all) as capturing,

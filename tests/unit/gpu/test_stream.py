@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from snapstore.units import KIB, MIB, align_up
 from tests.support.gpu import counter
 from tests.support.processes import open_fds
 from tests.support.samples import bf16, random_bytes, text
-from tests.unit.gpu.bench import Bench, open_bench
+from tests.unit.gpu.bench import Bench, GpuBehind, LaneBehind, open_bench
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +60,10 @@ class Shelf:
         options = StoreOptions(integrity=integrity, threads=2)
         snapshot = Store(self.backend, CONFIG, options, ManualClock()).snapshot("a")
         return [snapshot.open(name) for name in contents()]
+
+    def remove_packs(self) -> None:
+        for info in [*self.backend.list(ObjectKind.PACK)]:
+            self.backend.delete(ObjectKind.PACK, info.name)
 
 
 def shelf_of(compression: Compression, backend: Backend | None = None) -> Shelf:
@@ -219,8 +223,7 @@ def test_a_pack_that_is_gone_is_named(
     # Another one, which has none of them open.
     shelf = Shelf(PosixBackend(tmp_path))
     files = shelf.files(integrity)[:1]
-    for info in [*shelf.backend.list(ObjectKind.PACK)]:
-        shelf.backend.delete(ObjectKind.PACK, info.name)
+    shelf.remove_packs()
     hasher = bench.hasher if on_gpu else None
     stream = bench.keep(GpuStream(bench.gpu, bench.arena, hasher, workers=2))
     with memories(bench.gpu, files) as addresses, pytest.raises(MissingPack) as caught:
@@ -242,8 +245,7 @@ def test_what_lies_ready_is_fetched_from_there(bench: Bench) -> None:
     files = shelf.files(Integrity.STRONG)[:1]
     data = contents()[files[0].name]
     files[0].chunks()
-    for info in [*shelf.backend.list(ObjectKind.PACK)]:
-        shelf.backend.delete(ObjectKind.PACK, info.name)
+    shelf.remove_packs()
     stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3))
     address = bench.gpu.host_alloc(len(data))
     try:
@@ -278,8 +280,7 @@ def test_for_what_lies_decoded_no_pack_is_opened(
     shelf = Shelf(PosixBackend(tmp_path))
     file, data = shelf.files(Integrity.STRONG)[0], next(iter(contents().values()))
     assert any(piece.stored for piece in file.pieces())
-    for info in [*shelf.backend.list(ObjectKind.PACK)]:
-        shelf.backend.delete(ObjectKind.PACK, info.name)
+    shelf.remove_packs()
     part_bytes = 768 * KIB
     longest: list[int] = []
     read_ready = stream_module._read_ready
@@ -331,46 +332,24 @@ def test_a_flipped_bit_in_a_pack_is_named(
     assert "push the same tree again" in caught.value.next_step
 
 
-class FlippingLane:
+class FlippingLane(LaneBehind):
     """A bus that flips a bit of the second piece, after the processor has checked it."""
 
     def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+        super().__init__(lane)
         self._left = 2
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lane.__exit__()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lane, name)
 
     def copy_in(self, place: int, to: int, host: int, length: int) -> None:
         self._left -= 1
         if not self._left:
             memory_at(host, length)[length // 2] ^= 0x10
-        self._lane.copy_in(place, to, host, length)
-
-
-class FlippingGpu:
-    """A GPU behind it."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._gpu, name)
-
-    def lane(self, places: int, *, blocking: bool = False) -> FlippingLane:
-        return FlippingLane(self._gpu.lane(places, blocking=blocking))
+        self.lane.copy_in(place, to, host, length)
 
 
 def test_a_bit_flipped_on_the_way_is_named(shelf: Shelf, bench: Bench) -> None:
     """Goal: what no check of the store can see is found on the GPU. Proves: I6."""
     files = shelf.files(Integrity.STRONG)
-    gpu: Any = FlippingGpu(bench.gpu)
+    gpu: Any = GpuBehind(bench.gpu, FlippingLane)
     stream = bench.keep(GpuStream(gpu, bench.arena, bench.hasher, workers=1))
     with memories(bench.gpu, files) as addresses, pytest.raises(DigestMismatch) as caught:
         fill(stream, files, addresses)
@@ -383,8 +362,7 @@ def test_after_an_error_nothing_is_lent(shelf: Shelf, bench: Bench) -> None:
     files = shelf.files(Integrity.FAST)
     stream = bench.keep(GpuStream(bench.gpu, bench.arena, bench.hasher, workers=3))
     broken = shelf_of(Compression.NONE)
-    for info in [*broken.backend.list(ObjectKind.PACK)]:
-        broken.backend.delete(ObjectKind.PACK, info.name)
+    broken.remove_packs()
     with memories(bench.gpu, files) as addresses:
         with pytest.raises(MissingPack, match="is gone"):
             fill(stream, broken.files(Integrity.FAST), addresses)

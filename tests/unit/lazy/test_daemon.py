@@ -26,6 +26,7 @@ from tests.support.lazy_pages import (
     whole_map,
 )
 from tests.support.processes import open_fds
+from tests.support.waiting import is_held_up
 
 pytestmark = pytest.mark.slow
 
@@ -426,25 +427,15 @@ def test_what_is_missing_stays_watched(stage: Stage) -> None:
 
 
 def test_it_has_precedence_while_it_fills(stage: Stage) -> None:
-    def somebody_waits() -> bool:
-        asked: list[bool] = []
-
-        def is_over() -> bool:
-            asked.append(True)
-            return True
-
-        precedence.give_way(is_over)
-        return bool(asked)
-
     precedence = Precedence()
     image = random_image(PAGES)
     image.before_read = gate = Gate()
     daemon, _ = stage.start(image, whole_map(PAGES), PAGES, precedence=precedence)
     gate.wait()
-    assert somebody_waits()
+    assert is_held_up(precedence)
     gate.open()
     filled(daemon, stage)
-    assert not somebody_waits()
+    assert not is_held_up(precedence)
 
 
 def one_memory() -> TaskMemory:
