@@ -28,15 +28,14 @@ from snapagent.gpu.driver import Gpu, load_driver
 from snapagent.gpu.hashing import PieceHasher, device_buffer
 from snapagent.gpu.kernels import load_kernels
 from snapstore import DEVICE_CHUNK_BYTES, Compression, Store, StoreOptions, init_store
+from snapstore.cli.program import SWITCH_INTERVAL_S
 from snapstore.clock import SystemClock
+from snapstore.units import GIB, MIB
 from tools.gpu.report import write_report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MIB, GIB = 1 << 20, 1 << 30
-SWITCH_INTERVAL_S = 0.0005
-"""As the programs have it."""
 CHANGED = 7
 
 
