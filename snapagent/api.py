@@ -422,7 +422,10 @@ class GpusStatus(_Answer, frozen=True):
 
 
 class Status(_Answer, frozen=True):
-    """The daemon itself. Without `memory`, it has no broker; without `gpu`, it has used no GPU."""
+    """The daemon itself. Without `memory`, it has no broker; without `gpu`, it has used no GPU.
+
+    `readers` counts processes that read memory for restores.
+    """
 
     version: str
     pid: int
@@ -431,6 +434,7 @@ class Status(_Answer, frozen=True):
     socket: str
     store: str | None
     stores_open: list[str]
+    readers: int
     jobs: dict[str, dict[str, int]]
     memory: MemoryStatus | None
     gpu: GpusStatus | None

@@ -38,6 +38,7 @@ __all__ = [
     "check_store",
     "load_settings",
     "notify_socket",
+    "readers_default",
     "settings_table",
     "unknown_variables",
 ]
@@ -80,12 +81,14 @@ class AgentConfig:
             them. On a file system in memory: the paths of sockets must be short.
         state_directory: What outlives them: the record that `snapagent history` shows.
         broker_socket: Where this node's memory broker is; by default beside the daemon's socket.
+        readers: Processes that read memory for restores.
     """
 
     criu: Path
     run_directory: Path = Path("/run/snapagent")
     state_directory: Path = Path("/var/lib/snapagent")
     broker_socket: Path | None = None
+    readers: int = 0
 
     @property
     def broker_path(self) -> Path:
@@ -138,6 +141,7 @@ class AgentConfig:
             run_directory=Path(settings.run_directory),
             state_directory=Path(settings.state_directory),
             broker_socket=Path(settings.broker_socket) if settings.broker_socket else None,
+            readers=readers_default() if settings.readers == "auto" else settings.readers,
         )
 
 
@@ -183,6 +187,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     threads: Annotated[
         int, msgspec.Meta(ge=0, le=1024, description="Worker threads; 0: one per usable core")
     ] = 0
+    readers: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=64)] | Literal["auto"],
+        msgspec.Meta(
+            description="Processes that read memory for restores, 0 for threads alone; `auto`: one "
+            "for four cores from 8 on, 8 at most"
+        ),
+    ] = "auto"
     cache: Annotated[str, msgspec.Meta(description="Decoded frames that each open store keeps")] = (
         "64MiB"
     )
@@ -340,6 +351,15 @@ _VARIABLES: Final = {
 _PREFIX: Final = "SNAPAGENT_"
 _UNKNOWN_MAX: Final = 16
 _SHOWN_MAX: Final = 80
+_READERS_MAX: Final = 8
+_READERS_CORES_MIN: Final = 8
+"""On fewer, processes would take from each other what threads do."""
+
+
+def readers_default() -> int:
+    """How many processes read memory for restores on this machine."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores // 4, _READERS_MAX) if cores >= _READERS_CORES_MIN else 0
 
 
 def _variable(key: str) -> str | None:

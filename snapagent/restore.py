@@ -7,7 +7,8 @@ Invariants, and the order of steps that follows from them:
 2. All or nothing: until the restore is whole, everything it made hangs from the supervisor, which
    ends it. Nothing stays: process, namespace, mount, socket, file.
 3. What can be known beforehand is said beforehand: CRIU starts only after preflight.
-4. Memory is bounded by the budget of the store and one buffer for each thread that fills.
+4. Memory is bounded by the budget of the store and one buffer for each thread or process that
+   fills.
 5. External memory is filled from the start, beside CRIU, and goes to its workload when it is whole.
 6. Processes that had something in the CUDA driver wait in their next call of it until they have it
    back. Their memory is filled before they run, and nobody watches it then: the driver touches
@@ -38,6 +39,9 @@ from snapagent.gpu.checkpoint import restore_cuda
 from snapagent.gpu.facts import read_cuda_facts
 from snapagent.gpu.owned import GpuMemory
 from snapagent.lazy.daemon import LazyPages
+from snapagent.lazy.fill import BUFFER_BYTES
+from snapagent.lazy.reader import Source
+from snapagent.lazy.readers import ImageReaders, ReaderPool
 from snapagent.lazy.stats import LazyStats, PageRun
 from snapagent.linux import processes
 from snapagent.memory.filling import RegionFill, read_places
@@ -82,10 +86,11 @@ _REAP_S_MAX = 5.0
 _CRIU_END_S_MAX = 2.0
 _STOP_S_MAX = 2.0
 _REAP_POLL_S = 0.01
-_FILL_BUFFER_BYTES = 16 << 20
 _FIRST_THREADS_MAX = 4
-"""That fill before the processes run. Chunks of pages are small, and threads hand the interpreter
-over twice for each: with 16 it took 1.24 s where 4 took 0.77 s, on 16 cores."""
+"""That read and fill before the processes run. Chunks of pages are small, and threads hand the
+interpreter over twice for each: with 16 it took 1.24 s where 4 took 0.77 s, on 16 cores."""
+_READERS_BYTES_MIN = 256 << 20
+"""Of memory to fill, for which processes are started if there are none yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +108,7 @@ class RestoreRequest:
         allow_driver_change: Restore GPU state although this machine has another version of the
             NVIDIA driver.
         broker: Gets the external memory of the snapshot, if it has any.
+        readers: Read memory for it. Without, it starts some for itself where that pays.
 
     Raises:
         UsageError: The wishes contradict each other.
@@ -116,6 +122,7 @@ class RestoreRequest:
     force: bool = False
     allow_driver_change: bool = False
     broker: MemoryBroker | None = None
+    readers: ReaderPool | None = None
 
     def __post_init__(self) -> None:
         if self.eager and self.record_s is not None:
@@ -227,6 +234,8 @@ class Restoration:
         self._released = False
         self._started: Supervisor | None = None
         self._external: RegionFill | None = None
+        self._readers: ReaderPool | None = None
+        self._images: ImageReaders | None = None
         self._admissions: Admissions | None = None
         self.root_pid = 0
 
@@ -288,6 +297,7 @@ class Restoration:
             obstacles = _obstacles(found, target, config)
             require(obstacles, of=f"snapshot {self._snapshot.id.short}", done="restored")
         control.enter("preparing")
+        self._begin_readers(target.images)
         directory = self._stack.enter_context(work_directory(config, "restore"))
         work = directory.path
         argv, home = criu_command(config.criu)
@@ -343,6 +353,25 @@ class Restoration:
             raise WorkloadLost(
                 f"{wanted} processes of the snapshot use GPUs, {self._cuda_processes} were restored"
             )
+
+    def _begin_readers(self, images: ImageSet) -> None:
+        """Let processes open the images, while CRIU is not there yet."""
+        pool = self._request.readers
+        if pool is None and self._facts.lazy_bytes >= _READERS_BYTES_MIN:
+            pool = self._stack.enter_context(ReaderPool(self._config.readers))
+        if pool is None or not pool.count:
+            return
+        files = {memory.image: memory.file for memory in self._facts.tasks.values()}
+        options, name = self._store.options, snapstore.parse_snapshot_ref(self._request.name)
+        source = Source(
+            url=self._store.url,
+            name=str(snapstore.SnapshotRef(name.ref, self._snapshot.id)),
+            integrity=options.integrity.value,
+            node_cache=str(options.node_cache or ""),
+        )
+        paths = {image: images.path(image) for image in files}
+        self._readers, self._images = pool, ImageReaders(pool, source, paths, files)
+        self._stack.callback(self._images.close)
 
     def _begin_external(self, places: Sequence[tuple[Rank, SessionPlace]]) -> None:
         """Make external memory and begin to fill it; it goes if the restore does not end well."""
@@ -406,18 +435,26 @@ class Restoration:
 
     def _make_lazy(self, work: Path) -> LazyPages:
         request, threads = self._request, self._store.options.threads_effective
+        images = self._images
+        if self._readers is not None:
+            # What is read elsewhere is only copied here.
+            threads = self._readers.count
+        elif self._fills_first:
+            threads = min(threads, _FIRST_THREADS_MAX)
         return LazyPages(
             work,
             self._facts.tasks,
-            threads=min(threads, _FIRST_THREADS_MAX) if self._fills_first else threads,
-            buffer_bytes=_FILL_BUFFER_BYTES,
+            threads=threads,
+            buffer_bytes=BUFFER_BYTES,
             hold=self._supervisor.hold,
             on_error=self._fail,
             # Else once the processes run: until then CRIU needs the processors.
             fill=self._fills_first,
             order=[] if self._fills_first or request.record_s is not None else self._hint(),
             record=request.record_s is not None,
-            precedence=self._precedence if self._fills_first else None,
+            # With processes that read there is nothing that others would have to wait for.
+            precedence=self._precedence if self._fills_first and images is None else None,
+            readers=images.reader if images is not None else None,
         )
 
     @property

@@ -43,6 +43,10 @@ class ImageSet:
         """Length of an image."""
         return self._entries[name].size_bytes
 
+    def path(self, name: str) -> str:
+        """Where in the snapshot an image is."""
+        return os.fsdecode(self._entries[name].path)
+
     def open(self, name: str) -> SnapshotFile:
         """Open an image for reading in place."""
         return self.snapshot.open(self._entries[name].path)

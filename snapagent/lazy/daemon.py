@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from snapagent.errors import AgentError, ProtocolError
 from snapagent.lazy.events import EventLoop
 from snapagent.lazy.faults import FaultQueue, FaultServer
-from snapagent.lazy.fill import PartFiller, WorkList, left_over, plan_parts
+from snapagent.lazy.fill import LocalReader, PartFiller, WorkList, left_over, plan_parts
 from snapagent.lazy.handshake import SOCKET_NAME, listen, receive_tasks
 from snapagent.lazy.memory import missing_memory
 from snapagent.lazy.stats import LazyStats, PageRun, Recorder, Tally
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from snapagent.lazy.fill import Part
+    from snapagent.lazy.fill import Part, PartReader
     from snapagent.lazy.memory import PagesFile, TaskMemory
 
 __all__ = ["LazyPages"]
@@ -65,13 +65,13 @@ class LazyPages:
         order: Sequence[tuple[str, int, int]] = (),
         record: bool = False,
         precedence: Precedence | None = None,
+        readers: Callable[[threading.Event], PartReader] | None = None,
     ) -> None:
         """Prepare; nothing runs before `start`.
 
         Args:
             directory: CRIU's work directory, where the socket will be.
-            tasks: Memory by process id in the images; tasks without memory may be left out only
-                if they are dead.
+            tasks: Memory by process id in the images; only dead tasks may be left out.
             threads: How many fill in the background, each with a buffer.
             buffer_bytes: Size of such a buffer, whole pages; 8 MiB is good.
             hold: Gets each userfaultfd, also of forked children, before any of its memory is
@@ -83,6 +83,8 @@ class LazyPages:
             order: Image, first page and number of pages, as they may be needed first.
             record: Keep in which order pages were asked for.
             precedence: Taken while it fills in the background.
+            readers: Makes what reads for a thread that fills, into a buffer as large, until the
+                event is set. By default each reads itself.
 
         Raises:
             AgentError: A pagemap says what cannot be.
@@ -102,6 +104,7 @@ class LazyPages:
         self._on_error = on_error
         self._order = order
         self._precedence = precedence or Precedence()
+        self._readers = readers or (lambda _: LocalReader(self._files, buffer_bytes))
         self._tally = Tally()
         self._recorder = Recorder(RECORDED_RUNS_MAX) if record else None
         self._stop = threading.Event()
@@ -345,14 +348,14 @@ class LazyPages:
             worker.join()
 
     def _work(self, work: WorkList) -> None:
-        filler = PartFiller(self._buffer_bytes, self._stop)
+        filler = PartFiller(self._readers(self._stop), self._stop)
         pause_s = FIRST_PAUSE_S
         try:
             while not self._stop.is_set() and (part := work.take()) is not None:
                 self._waiting.wait_until_quiet(self._stop, pause_s)
                 pause_s = PAUSE_S
                 tasks = self._tasks[part.image]
-                fill_bytes, zero_bytes = filler.fill(part, self._files[part.image], tasks)
+                fill_bytes, zero_bytes = filler.fill(part, tasks)
                 self._tally.add(fill_bytes=fill_bytes, zero_bytes=zero_bytes)
                 for task in tasks:
                     if task.is_gone and not task.is_closed:

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import mmap
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from snapagent.errors import AgentError
 from snapagent.lazy.task import Outcome
@@ -23,14 +23,20 @@ if TYPE_CHECKING:
     from snapagent.lazy.task import LiveTask
 
 __all__ = [
+    "BUFFER_BYTES",
     "CHANGING_PAUSE_S",
+    "LocalReader",
     "Part",
     "PartFiller",
+    "PartReader",
     "ReadBuffer",
     "WorkList",
     "left_over",
     "plan_parts",
 ]
+
+BUFFER_BYTES: Final = 16 << 20
+"""Of a buffer to read parts into, where nobody says otherwise."""
 
 CHANGING_PAUSE_S = 0.0002
 """How long to wait when a task changes its mappings: nothing tells when it is done."""
@@ -64,6 +70,46 @@ class ReadBuffer:
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()
+
+
+class PartReader(Protocol):
+    """Brings parts of images into memory, for one thread.
+
+    Attributes:
+        view: Where they are then.
+    """
+
+    view: memoryview
+
+    def read(self, part: Part) -> None:
+        """Bring a part to the beginning of the memory, checked.
+
+        Raises:
+            SnapError: It cannot be had.
+        """
+        ...
+
+    def close(self) -> None:
+        """End this, and give the memory back."""
+        ...
+
+
+class LocalReader:
+    """Reads by itself, into a buffer of its own."""
+
+    def __init__(self, files: Mapping[str, PagesFile], buffer_bytes: int) -> None:
+        self._files = files
+        self._buffer = ReadBuffer(buffer_bytes)
+        self.view = self._buffer.view
+
+    def read(self, part: Part) -> None:
+        """Bring a part to the beginning of the buffer."""
+        with self.view[: part.length] as view:
+            self._files[part.image].read_into(part.offset, view, streaming=True)
+
+    def close(self) -> None:
+        """Give the buffer back."""
+        self._buffer.close()
 
 
 class WorkList:
@@ -171,29 +217,29 @@ def left_over(tasks: Sequence[LiveTask], buffer_bytes: int) -> list[Part]:
 
 
 class PartFiller:
-    """Fills parts of images into tasks, for one thread. Owns its buffer.
+    """Fills parts of images into tasks, for one thread. Owns its reader.
 
     Attributes:
         read_s: Seconds spent on getting data, checked and decoded.
         copy_s: Seconds spent on copying them into tasks.
     """
 
-    def __init__(self, buffer_bytes: int, stop: threading.Event) -> None:
+    def __init__(self, reader: PartReader, stop: threading.Event) -> None:
         self.read_s = self.copy_s = 0.0
-        self._buffer = ReadBuffer(buffer_bytes)
+        self._reader = reader
+        self._address = address_of(reader.view)
         self._stop = stop
         self._clock = SystemClock()
 
     def close(self) -> None:
-        """Give the buffer back."""
-        self._buffer.close()
+        """Close the reader."""
+        self._reader.close()
 
-    def fill(self, part: Part, file: PagesFile, tasks: Sequence[LiveTask]) -> tuple[int, int]:
+    def fill(self, part: Part, tasks: Sequence[LiveTask]) -> tuple[int, int]:
         """Fill one part into all tasks that miss something of it.
 
         Args:
             part: The part.
-            file: Its image.
             tasks: The tasks of that image. Children that are forked meanwhile are appended to it,
                 before their parent's memory changes again: so whoever goes to its very end sees
                 every child that misses what its parent missed.
@@ -214,8 +260,7 @@ class PartFiller:
             elif task.misses(part.offset, part.offset + part.length):
                 began_s = self._clock.monotonic_s()
                 if not is_read:
-                    with self._buffer.view[: part.length] as view:
-                        file.read_into(part.offset, view, streaming=True)
+                    self._reader.read(part)
                     is_read = True
                 read_s = self._clock.monotonic_s()
                 copied += self._copy(part, task)
@@ -226,7 +271,7 @@ class PartFiller:
     def _copy(self, part: Part, task: LiveTask) -> int:
         total = 0
         while not self._stop.is_set():
-            outcome, copied = task.copy(part.offset, part.length, self._buffer.address)
+            outcome, copied = task.copy(part.offset, part.length, self._address)
             total += copied
             if outcome is Outcome.DONE:
                 break

@@ -23,7 +23,6 @@ from snapagent.server.jobs import Job
 from snapagent.server.memory import describe_broker
 from snapagent.server.openapi import description
 from snapagent.server.policy import require_same_pids
-from snapagent.server.work import Work
 from snapstore.clock import SystemClock, format_utc
 from snapstore.errors import Interrupted, PolicyRefused
 
@@ -32,13 +31,12 @@ if TYPE_CHECKING:
 
     from snapagent.config import Settings
     from snapagent.history import Entry
-    from snapagent.memory.broker import MemoryBroker
-    from snapagent.server.gpus import DaemonGpus
     from snapagent.server.jobs import AnyAnswer, JobTable
     from snapagent.server.metrics import Metrics
     from snapagent.server.policy import Peer, Policy
     from snapagent.server.routes import HistoryQuery, WaitQuery
     from snapagent.server.stores import Stores
+    from snapagent.server.work import Work
 
 __all__ = ["Handlers"]
 
@@ -70,8 +68,7 @@ class Handlers:
         jobs: JobTable,
         metrics: Metrics,
         found: api.Found,
-        broker: MemoryBroker | None,
-        gpus: DaemonGpus | None,
+        work: Work,
     ) -> None:
         self._settings = settings
         self._policy = policy
@@ -79,9 +76,9 @@ class Handlers:
         self._jobs = jobs
         self._metrics = metrics
         self._found = found
-        self._broker = broker
-        self._gpus = gpus
-        self._work = Work(settings.agent, stores, policy, broker, gpus)
+        self._work = work
+        self._broker = work.broker
+        self._gpus = work.gpus
         self._started = format_utc(SystemClock().now_ns())
         self._called_off = CalledOff()
         self._looks = 0
@@ -256,6 +253,7 @@ class Handlers:
             socket=str(settings.socket_path),
             store=settings.store or None,
             stores_open=self._stores.urls,
+            readers=len(self._work.readers.pids),
             jobs=counts,
             memory=self._memory(),
             gpu=self._gpus.describe() if self._gpus is not None else None,

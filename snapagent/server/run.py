@@ -14,6 +14,7 @@ from aiohttp import web
 
 from snapagent import api
 from snapagent.config import notify_socket
+from snapagent.lazy.readers import ReaderPool
 from snapagent.linux import processes
 from snapagent.server.app import make_server
 from snapagent.server.gpus import DaemonGpus
@@ -26,13 +27,13 @@ from snapagent.server.memory import make_broker
 from snapagent.server.metrics import Metrics
 from snapagent.server.policy import Policy
 from snapagent.server.stores import Stores
+from snapagent.server.work import Work
 from snapstore import SnapError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from snapagent.config import Settings
-    from snapagent.memory.broker import MemoryBroker
 
 __all__ = ["Companion", "run_daemon"]
 
@@ -92,16 +93,18 @@ def run_daemon(
         )
         policy = Policy(settings.rules, settings.store)
         broker = make_broker(settings, policy)
+        readers = ReaderPool(config.readers)
         gpus = None
         # It comes first and goes last: others may need it.
-        own: list[Companion] = []
+        own: list[Companion] = [readers]
         if broker is not None:
             gpus = DaemonGpus(broker.gpus, stores, prepare=settings.gpu_prepare, say=say)
-            own = [broker, gpus]
+            own += [broker, gpus]
         for companion in (*own, *companions):
             companion.start()
             served.callback(companion.close)
-        daemon = _Daemon(settings, stores, policy, broker, gpus, say)
+        work = Work(config, stores, policy, broker, gpus, readers)
+        daemon = _Daemon(settings, stores, policy, work, say)
         asyncio.run(daemon.serve(listener, found, left.jobs))
 
 
@@ -113,15 +116,13 @@ class _Daemon:
         settings: Settings,
         stores: Stores,
         policy: Policy,
-        broker: MemoryBroker | None,
-        gpus: DaemonGpus | None,
+        work: Work,
         say: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._stores = stores
         self._policy = policy
-        self._broker = broker
-        self._gpus = gpus
+        self._work = work
         self._say = say
 
     async def serve(
@@ -147,15 +148,15 @@ class _Daemon:
             jobs=jobs,
             metrics=metrics,
             found=found,
-            broker=self._broker,
-            gpus=self._gpus,
+            work=self._work,
         )
         runner = web.AppRunner(make_server(handlers, metrics), access_log=None)
         await runner.setup()
         assert runner.server is not None, "it is set up"
         accepting = asyncio.create_task(Acceptor(listener, runner.server).run())
         self._warm_up()
-        lending = f", lending memory at {self._broker.path}" if self._broker is not None else ""
+        broker = self._work.broker
+        lending = f", lending memory at {broker.path}" if broker is not None else ""
         self._say(f"listening at {settings.socket_path}{lending}")
         _notify("READY=1")
         await told.acquire()

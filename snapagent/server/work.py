@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from snapagent.config import AgentConfig
     from snapagent.control import State
+    from snapagent.lazy.readers import ReaderPool
     from snapagent.memory.broker import MemoryBroker
     from snapagent.preflight import Obstacle
     from snapagent.server.gpus import DaemonGpus
@@ -35,7 +36,13 @@ __all__ = ["Work"]
 
 
 class Work:
-    """Does what requests ask for. Thread-safe; everything blocks."""
+    """Does what requests ask for. Thread-safe; everything blocks.
+
+    Attributes:
+        broker: Lends external memory, if the daemon does.
+        gpus: What it does for GPUs besides.
+        readers: Read memory for restores.
+    """
 
     def __init__(
         self,
@@ -44,10 +51,12 @@ class Work:
         policy: Policy,
         broker: MemoryBroker | None,
         gpus: DaemonGpus | None,
+        readers: ReaderPool,
     ) -> None:
         self._config = config
-        self._broker = broker
-        self._gpus = gpus
+        self.readers = readers
+        self.broker = broker
+        self.gpus = gpus
         self._stores = stores
         self._policy = policy
 
@@ -68,7 +77,7 @@ class Work:
                 labels=body.labels,
                 stop=body.stop,
                 freeze_fast=body.freeze_fast,
-                broker=self._broker,
+                broker=self.broker,
             )
             with self._first(), self._stores.use(job.store) as store:
                 done = recorded_capture(
@@ -104,15 +113,15 @@ class Work:
             with self._first(), self._stores.use(job.store, body.integrity) as store:
                 done = recorded_restore(
                     store,
-                    _restore_request(body, self._broker),
+                    _restore_request(body, self.broker, self.readers),
                     self._config,
                     job.tell,
                     warn=job.warn,
                     control=job.control,
                     entry=job.id,
                 )
-            if self._gpus is not None:
-                self._gpus.restored(job.store, body.integrity, done)
+            if self.gpus is not None:
+                self.gpus.restored(job.store, body.integrity, done)
             return msgspec.convert(done.document(), api.RestoreDone)
 
         job.on_state = look_again
@@ -120,12 +129,12 @@ class Work:
 
     def _first(self) -> AbstractContextManager[None]:
         """What the daemon does besides waits for the length of a `with` block."""
-        return self._gpus.job() if self._gpus is not None else contextlib.nullcontext()
+        return self.gpus.job() if self.gpus is not None else contextlib.nullcontext()
 
     def preflight_process(self, body: api.PreflightProcessBody) -> api.PreflightAnswer:
         """Say what stands in the way of a capture."""
         return _preflight(
-            obstacles_of_process(body.pid, self._config, stop=body.stop, broker=self._broker)
+            obstacles_of_process(body.pid, self._config, stop=body.stop, broker=self.broker)
         )
 
     def preflight_snapshot(
@@ -137,7 +146,7 @@ class Work:
             images=body.images,
             place=_place(body),
             allow_driver_change=body.allow_driver_change,
-            broker=self._broker,
+            broker=self.broker,
         )
         with self._stores.use(store_url) as store:
             return _preflight(obstacles_of_snapshot(store, request, self._config))
@@ -147,7 +156,9 @@ def _place(body: api.RestoreRequestBody | api.PreflightSnapshotBody) -> Place:
     return Place(network=body.network, pids=body.pids, join_pid=body.into_pid)
 
 
-def _restore_request(body: api.RestoreRequestBody, broker: MemoryBroker | None) -> RestoreRequest:
+def _restore_request(
+    body: api.RestoreRequestBody, broker: MemoryBroker | None, readers: ReaderPool
+) -> RestoreRequest:
     return RestoreRequest(
         name=body.name,
         images=body.images,
@@ -157,6 +168,7 @@ def _restore_request(body: api.RestoreRequestBody, broker: MemoryBroker | None) 
         force=body.force,
         allow_driver_change=body.allow_driver_change,
         broker=broker,
+        readers=readers,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import snapstore
 from tests.support.agent import FRESH, Agent, Asking, Document, agent_folder, failed
+from tests.support.daemon import running_daemon
 from tests.support.network_locks import without_network_locks
 from tests.support.programs.tree_parts import BLOCK
 from tests.support.tree import MEMBERS, ProcessTree
@@ -97,6 +98,19 @@ def test_damage_where_memory_is_filled(stored: Stored, options: tuple[str, ...])
     with stored.agent.nothing_left(stored.tree.home), stored.damaged(private_memory()) as pack:
         assert_tells(stored.agent.fails("restore", "tree", *FRESH, *options, code=4), pack)
     assert stored.tree.wrong_memory() == ""
+
+
+@pytest.mark.parametrize("options", [(), ("--eager",)], ids=["lazy", "eager"])
+def test_damage_where_others_read(stored: Stored, options: tuple[str, ...]) -> None:
+    """Processes of the daemon read the memory, and find it as threads do."""
+    agent, tree = stored.agent, stored.tree
+    with (
+        agent.nothing_left(tree.home),
+        running_daemon(agent, "readers = 2\n"),
+        stored.damaged(private_memory()) as pack,
+    ):
+        assert_tells(agent.fails("restore", "tree", *FRESH, *options, code=4), pack)
+    assert tree.wrong_memory() == ""
 
 
 def test_damage_where_memory_is_touched(stored: Stored) -> None:

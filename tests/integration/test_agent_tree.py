@@ -1,7 +1,9 @@
 """Shows of captures and restores of the tree of four, by the program."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import snapstore
 from snapagent.linux import namespaces
 from snapstore.units import GIB, MIB, parse_bytes
 from tests.support.agent import AGENT_S_MAX, FRESH, Agent, succeeded
+from tests.support.daemon import running_daemon
 from tests.support.network_locks import without_network_locks
 from tests.support.placeholder import placeholder_container
 from tests.support.processes import end_processes_in
@@ -23,6 +26,7 @@ from tools.live_process import LiveProcess
 pytestmark = [pytest.mark.criu, pytest.mark.slow]
 
 SLOW_S = 0.05
+READER = "snapagent-read"
 
 
 @pytest.fixture(params=["agent", pytest.param("s3_agent", marks=pytest.mark.s3)])
@@ -68,6 +72,26 @@ def test_tree_comes_back_every_way(any_agent: Agent, process_tree: ProcessTree) 
         for options in ((), ("--eager",), ()):
             assert not set(restored(agent, tree, *FRESH, *options)) & set(ids)
             tree.end()
+
+
+def test_other_processes_read_its_memory(agent: Agent, process_tree: ProcessTree) -> None:
+    """Goal: with processes of the daemon that read, the same; also when these have been killed."""
+    tree = process_tree
+    with without_network_locks():
+        agent.capture_and_stop("tree", tree.pid, tree.processes())
+    with agent.nothing_left(tree.home), running_daemon(agent, "readers = 2\n") as daemon:
+        assert daemon.get("/v1/status")["readers"] == 2
+        for options in ((), ("--eager",)):
+            restored(agent, tree, *FRESH, *options)
+            tree.end()
+            killed = agent.processes_named(READER)
+            assert len(killed) == 2
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+        restored(agent, tree, *FRESH)
+        tree.end()
+        assert len(set(agent.processes_named(READER)) - set(killed)) == 2
+        assert daemon.get("/v1/status")["readers"] == 2
 
 
 def test_a_total_is_expected(agent: Agent, process_tree: ProcessTree) -> None:

@@ -130,19 +130,19 @@ class Agent:
                         found.append(int(path.name))
         return found
 
+    def processes_named(self, name: str) -> list[int]:
+        """Return those of its processes that have this name."""
+        found = []
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == name:
+                    found.append(pid)
+        return found
+
     def process_named(self, name: str) -> int:
         """Return the one process of it with this name, which is there or about to be."""
-
-        def named() -> list[int]:
-            found = []
-            for pid in self.processes():
-                with contextlib.suppress(OSError):
-                    if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == name:
-                        found.append(pid)
-            return found
-
-        eventually(lambda: len(named()) == 1, f"one process {name}")
-        return named()[0]
+        eventually(lambda: len(self.processes_named(name)) == 1, f"one process {name}")
+        return self.processes_named(name)[0]
 
     @contextlib.contextmanager
     def nothing_left(self, home: Path | None = None) -> Iterator[None]:

@@ -1,12 +1,13 @@
 """Measure restores that fill all memory before the processes run, as trees with GPUs are restored.
 
-    python -m tools.bench.eager [--processes 1,4] [--mib 1536] [--rounds 3]
+    python -m tools.bench.eager [--processes 1,4] [--mib 1536] [--rounds 3] [--readers 2]
 
 A tree of so many processes, each with memory of its own as `gen.pages` makes it, is restored again
 and again, every way once a round:
 
 - `criu`: CRIU alone, from a directory: each task loads its memory itself, all of them at once;
-- `agent`: `snapagent.restore` with `eager`, in this process, from a store of raw frames.
+- `agent`: `snapagent.restore` with `eager`, in this process, from a store of raw frames;
+- `readers`: the same where so many processes, which were started before, read the memory.
 
 Directory and store lie on `--work`, by default on a tmpfs. `running_s` is the time from the
 call until the processes run, with all of their memory; `criu_s` and `fill_s` are what the agent
@@ -33,6 +34,7 @@ import numpy as np
 
 import snapstore
 from snapagent.config import AgentConfig
+from snapagent.lazy.readers import ReaderPool
 from snapagent.linux.processes import adopt_orphans, children
 from snapagent.restore import Restoration, RestoreRequest
 from snapagent.supervision import Place
@@ -96,9 +98,12 @@ def by_criu(setup: Setup) -> Sample:
     setup.criu.restore(setup.images)
     running_s = time.perf_counter() - started
     setup.verify()
-    for pid in (*children(setup.root_pid), setup.root_pid):
+    tree = [*children(setup.root_pid), setup.root_pid]
+    for pid in tree:
         os.kill(pid, signal.SIGKILL)
-    reap()
+    for pid in reversed(tree):
+        # The others become children of this process when their parent ends.
+        os.waitpid(pid, 0)
     return {"running_s": running_s}
 
 
@@ -109,10 +114,12 @@ def reap() -> None:
             os.waitpid(-1, 0)
 
 
-def by_agent(store: snapstore.Store, config: AgentConfig, setup: Setup) -> Sample:
+def by_agent(
+    store: snapstore.Store, config: AgentConfig, readers: ReaderPool, setup: Setup
+) -> Sample:
     """Restore by the agent, out of its store."""
     place = Place(network="fresh", pids="fresh")
-    request = RestoreRequest(name=NAME, place=place, eager=True)
+    request = RestoreRequest(name=NAME, place=place, eager=True, readers=readers)
     started = time.perf_counter()
     with Restoration(store, request, config) as restoration:
         restoration.start()
@@ -182,11 +189,17 @@ def measure_tree(options: argparse.Namespace, setup: Setup, processes: int) -> I
     config = AgentConfig(
         criu=options.criu, run_directory=setup.work / "run", state_directory=setup.work / "state"
     )
-    with snapstore.open_store(f"file://{setup.work}/store") as store:
+    with (
+        snapstore.open_store(f"file://{setup.work}/store") as store,
+        ReaderPool(0) as none,
+        ReaderPool(options.readers) as readers,
+    ):
         ways: dict[str, Callable[[Setup], Sample]] = {
             "criu": by_criu,
-            "agent": partial(by_agent, store, config),
+            "agent": partial(by_agent, store, config, none),
         }
+        if options.readers:
+            ways["readers"] = partial(by_agent, store, config, readers)
         for number, way in interleaved(options.rounds, [*ways]):
             measure.prefault(options.mib * MIB)
             sample = ways[way](setup)
@@ -213,13 +226,14 @@ def main() -> None:
     add("--processes", default="1,4", help="comma-separated sizes of the tree")
     add("--mib", type=int, default=1536, help="memory of each process")
     add("--rounds", type=int, default=3)
+    add("--readers", type=int, default=0, help="processes that read memory; 0 to leave that out")
     add("--out", type=Path, default=measure.CACHE / "eager.json", help="where the JSON goes")
     add("--work", type=Path, default=Path("/dev/shm/snapstore-eager"), help="scratch")  # noqa: S108
     add("--criu", type=Path, default=DEFAULT_CRIU)
     options = parser.parse_args()
     adopt_orphans()
     work = options.work.resolve()
-    conditions = {"rounds": options.rounds, "mib": options.mib}
+    conditions = {"rounds": options.rounds, "mib": options.mib, "readers": options.readers}
     report = Report("eager", measure.machine(work.parent), conditions)
     report.versions["criu"] = Criu(options.criu).version()
     try:

@@ -24,6 +24,7 @@ from snapagent.capture import CaptureRequest, capture
 from snapagent.config import AgentConfig
 from snapagent.gpu.driver import load_driver
 from snapagent.gpu.facts import driver_build
+from snapagent.lazy.readers import ReaderPool
 from snapagent.memory.broker import MemoryBroker
 from snapagent.restore import Restoration, RestoreRequest
 from snapagent.supervision import Place
@@ -60,6 +61,8 @@ class Run:
             run_directory=folder / "run",
             state_directory=folder / "state",
         )
+        self.readers = ReaderPool(self.config.readers)
+        self.result["readers"] = self.readers.count
         self.store_url = options.store or f"file://{folder}/store"
 
     def workload(self, broker: Path) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
@@ -93,6 +96,7 @@ class Run:
             name="gpu/external:v1",
             place=Place(network="fresh", pids="fresh"),
             broker=broker,
+            readers=self.readers,
             eager=self.options.eager,
         )
         options = snapstore.StoreOptions(memory_bytes=self.options.memory << 20)
@@ -133,6 +137,7 @@ class Run:
         result["driver"] = driver_build()
         with (
             MemoryBroker(self.folder / "memory.sock") as broker,
+            self.readers,
             self.workload(self.folder / "memory.sock") as process,
         ):
             self.tell("the workload is ready")

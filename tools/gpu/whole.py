@@ -17,6 +17,7 @@ import snapstore
 from snapagent.capture import CaptureRequest, capture
 from snapagent.config import AgentConfig
 from snapagent.gpu.engine import GpuSettings
+from snapagent.lazy.readers import ReaderPool
 from snapagent.memory.broker import MemoryBroker
 from snapagent.memory.filling import read_places
 from snapagent.memory.warming import warm_external, warm_threads
@@ -162,14 +163,17 @@ class _Whole:
             run_directory=home / "run",
             state_directory=home / "state",
         )
+        self.readers = ReaderPool(self.config.readers)
         self.store_url = f"file://{folder}/store"
         self._meetings = itertools.count()
         self._before: tuple[object, object] = ((), ())
 
     def run(self) -> None:
         """Do all of it; what the ranks wrote is in the result if it fails."""
+        self.result["readers"] = self.readers.count
         try:
-            self._run()
+            with self.readers:
+                self._run()
         except BaseException:
             self.result["workload_output"] = self.living.output()
             raise
@@ -251,7 +255,10 @@ class _Whole:
         """Restore in fresh namespaces, let all compute together, and end it."""
         self.living.control.unlink(missing_ok=True)
         request = RestoreRequest(
-            name=NAME, place=Place(network="fresh", pids="fresh"), broker=self.broker
+            name=NAME,
+            place=Place(network="fresh", pids="fresh"),
+            broker=self.broker,
+            readers=self.readers,
         )
         options = snapstore.StoreOptions(memory_bytes=self.options.budget_bytes, node_cache=cache)
         found: dict[str, object] = {}
