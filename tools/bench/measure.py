@@ -91,6 +91,13 @@ class Target:
     passed: bool | None
 
 
+def command_line() -> str:
+    """How this program was called, wherever it lies."""
+    spec = sys.modules["__main__"].__spec__
+    program = ["-m", spec.name] if spec is not None else sys.argv[:1]
+    return shlex.join(["python", *program, *sys.argv[1:]])
+
+
 @dataclass
 class Report:
     """Everything that a benchmark found; `write` turns it into JSON."""
@@ -104,7 +111,7 @@ class Report:
     summary: dict[str, object] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
     date: str = field(default_factory=utc_now)
-    command_line: str = field(default_factory=lambda: shlex.join([sys.executable, *sys.argv]))
+    command_line: str = field(default_factory=command_line)
 
     def write(self, path: Path) -> None:
         """Write the report; a later call replaces the file, so it can be kept up to date."""
