@@ -130,6 +130,7 @@ class Reader:
 def main(fd: int, buffer_fd: int) -> None:
     """Do it."""
     processes.allow_many_files()
+    processes.be_expendable()
     processes.forbid_inspection()
     processes.name_process("snapagent-read", "snapagent: reads memory for restores")
     channel = Channel(socket.socket(fileno=fd))

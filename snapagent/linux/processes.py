@@ -28,6 +28,7 @@ __all__ = [
     "Strays",
     "adopt_orphans",
     "allow_many_files",
+    "be_expendable",
     "children",
     "close_all_but",
     "descendants",
@@ -46,6 +47,7 @@ PR_SET_DUMPABLE: Final = 4
 PR_SET_NAME: Final = 15
 PR_SET_CHILD_SUBREAPER: Final = 36
 
+OOM_SCORE_MAX: Final = 1000
 STAT_BYTES_MAX: Final = 4096
 ARGUMENTS_START: Final = 48 - 3
 ARGUMENTS_END: Final = 49 - 3
@@ -87,6 +89,12 @@ def allow_many_files() -> None:
     """Raise the limit on open files as far as it goes."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def be_expendable() -> None:
+    """Let the kernel end this process before others when memory is short."""
+    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write(str(OOM_SCORE_MAX))
 
 
 def name_process(name: str, command: str) -> None:

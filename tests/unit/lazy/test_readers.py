@@ -125,6 +125,9 @@ def test_reads_what_the_agent_would(pool: ReaderPool, stored: Stored) -> None:
     check(again, Part(IMAGE, 4 * KIB, 8 * KIB, is_zeros=False), stored)
     again.close()
     assert len(pool.pids) == 2
+    # Where memory is short they go first.
+    scores = [Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii") for pid in pool.pids]
+    assert scores == ["1000\n", "1000\n"]
 
 
 def test_reads_with_no_process_free(pool: ReaderPool, stored: Stored) -> None:
