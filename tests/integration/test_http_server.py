@@ -14,7 +14,8 @@ from snapagent.handshake import ControlDirectory
 from tests.support.criu import criu_program
 from tests.support.http_example import EXAMPLE, PAUSE_S_MAX, WARM_UP, Server
 from tests.support.network_locks import without_network_locks
-from tests.support.processes import end_processes_in, open_files, wait_until
+from tests.support.processes import end_processes_in, open_files
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow, pytest.mark.usefixtures("criu")]
 

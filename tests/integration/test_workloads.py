@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import await_free_ids, processes_in, wait_until
+from tests.support.processes import await_free_ids, processes_in
 from tests.support.servers import (
     CRIU_OPTIONS,
     Heartbeat,
@@ -22,6 +22,7 @@ from tests.support.servers import (
 )
 from tests.support.tree import CRIU_OPTIONS as TREE_OPTIONS
 from tests.support.tree import ProcessTree
+from tests.support.waiting import wait_until
 from tools.live_process import Criu
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow]

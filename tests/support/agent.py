@@ -19,9 +19,9 @@ import pytest
 import snapstore
 from snapagent.config import RUN_VARIABLE, STATE_VARIABLE, AgentConfig
 from tests.support.network_locks import network_locks
-from tests.support.processes import await_free_ids, processes_in, wait_until
+from tests.support.processes import await_free_ids, processes_in
 from tests.support.tree import CONTROL
-from tests.support.waiting import wait_until as eventually
+from tests.support.waiting import wait_until
 from tools import seaweed
 from tools.live_process import Criu
 
@@ -141,7 +141,7 @@ class Agent:
 
     def process_named(self, name: str) -> int:
         """Return the one process of it with this name, which is there or about to be."""
-        eventually(lambda: len(self.processes_named(name)) == 1, f"one process {name}")
+        wait_until(lambda: len(self.processes_named(name)) == 1, f"one process {name}")
         return self.processes_named(name)[0]
 
     @contextlib.contextmanager

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 import snapstore
 from snapagent.config import CONFIG_VARIABLE, RUN_VARIABLE, STATE_VARIABLE, STORE_VARIABLE
-from tests.support import processes
 from tests.support.agent import AGENT_S_MAX, ROOT, Agent, agent_folder
 from tests.support.waiting import wait_until
 
@@ -175,7 +174,7 @@ def running_daemon(agent: Agent, config: str = "", *, criu: Path | None = None) 
 
     try:
         # It waits for supervisors first, if another daemon was killed.
-        processes.wait_until(serves, "it listens", seconds=START_S_MAX)
+        wait_until(serves, "it listens", seconds=START_S_MAX)
         yield daemon
         if process.poll() is None:
             daemon.stop()

@@ -11,7 +11,8 @@ from typing import Any
 
 from snapagent.handshake import ControlDirectory
 from snapagent.linux.probe import in_network_of
-from tests.support.processes import end_processes_in, wait_until
+from tests.support.processes import end_processes_in
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "http_server.py"

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from tests.support.processes import end_processes_in, processes_in, wait_until
+from tests.support.processes import end_processes_in, processes_in
+from tests.support.waiting import wait_until
 
 __all__ = ["Living"]
 

@@ -8,25 +8,16 @@ import contextlib
 import os
 import select
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from snapstore.clock import SystemClock
+from tests.support.waiting import wait_until
 
 CLOCK = SystemClock()
-POLL_S = 0.005
 DEAD_S_MAX = 30
 # Where nobody nearer reaps, the first process of the machine does, and that may take seconds.
 REAPED_S_MAX = 30
-
-
-def wait_until(condition: Callable[[], bool], what: str, *, seconds: float) -> None:
-    """Wait until a condition holds; says what was awaited when it does not in time."""
-    end = CLOCK.monotonic_s() + seconds
-    while not condition():
-        if CLOCK.monotonic_s() > end:
-            raise TimeoutError(f"waited {seconds} s in vain until {what}")
-        CLOCK.sleep_s(POLL_S)
 
 
 def open_fds() -> int:

@@ -25,7 +25,8 @@ from typing import Self
 from typing_extensions import override
 
 from tests.support.lives import Living
-from tests.support.processes import CLOCK, wait_until
+from tests.support.processes import CLOCK
+from tests.support.waiting import wait_until
 
 LOOPBACK = "127.0.0.1"
 ANSWER_S_MAX = 60

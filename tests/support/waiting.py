@@ -21,10 +21,15 @@ def is_held_up(precedence: Precedence) -> bool:
     return bool(asked)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Return once the condition holds; fail after half a minute."""
+def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAIT_S_MAX) -> None:
+    """Return once the condition holds.
+
+    Raises:
+        TimeoutError: It did not in time.
+    """
     clock = SystemClock()
-    deadline = clock.monotonic_s() + WAIT_S_MAX
+    deadline = clock.monotonic_s() + seconds
     while not condition():
-        assert clock.monotonic_s() < deadline, f"still waiting for: {what}"
+        if clock.monotonic_s() > deadline:
+            raise TimeoutError(f"waited {seconds} s in vain until {what}")
         clock.sleep_s(POLL_S)
