@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from snapstore.repository.read_plan import Destination
     from snapstore.target.place import TreeTarget
 
-__all__ = ["FilePiece", "FileSink", "StreamFiles"]
+__all__ = ["FileShare", "FileSink", "StreamFiles"]
 
 _OPEN_FILES_MAX = 256
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FilePiece:
+class FileShare:
     """The part of a destination that belongs to one file.
 
     Attributes:
@@ -62,7 +62,7 @@ class StreamFiles:
             # No two files overlap (`check_tree_against_streams`), so the ends are sorted too.
             self._ends[key] = [entry.offset + entry.size_bytes for entry in files]
 
-    def pieces(self, place: Destination) -> Iterator[FilePiece]:
+    def pieces(self, place: Destination) -> Iterator[FileShare]:
         """Divide a destination among the files that it touches."""
         key = (place.source, place.stream)
         files = self._files.get(key, [])
@@ -74,7 +74,7 @@ class StreamFiles:
                 break
             start = max(entry.offset, place.start)
             stop = min(entry.offset + entry.size_bytes, end)
-            yield FilePiece(entry, start - entry.offset, start - place.start, stop - start)
+            yield FileShare(entry, start - entry.offset, start - place.start, stop - start)
 
 
 @dataclasses.dataclass(slots=True)
@@ -158,7 +158,7 @@ class FileSink:
             _close(fd, state.entry)
 
 
-def _write_all(state: _OpenFile, data: memoryview, piece: FilePiece) -> None:
+def _write_all(state: _OpenFile, data: memoryview, piece: FileShare) -> None:
     done = 0
     while done < len(data):
         try:
