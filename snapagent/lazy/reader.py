@@ -1,9 +1,7 @@
 """A small process that reads images for a restore: the other end of `readers`.
 
-    python -m snapagent.lazy.reader FD BUFFER
-
-FD is its end of a channel with the agent, BUFFER memory that both share. It opens what it is told
-to and reads what it is asked for into the buffer, decoded and checked as the agent itself would.
+It has its end of a channel with the agent, and memory that both share. It opens what it is told to
+and reads what it is asked for into the buffer, decoded and checked as the agent itself would.
 What it cannot do at once it leaves to the agent, which has the patience and tells the reason: so
 errors are not reported here. It ends when the channel does.
 """
@@ -14,7 +12,6 @@ import contextlib
 import mmap
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -138,7 +135,3 @@ def main(fd: int, buffer_fd: int) -> None:
     # The agent is gone, which is as good as the end of the channel.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         Reader(channel, memoryview(buffer)).run()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -12,6 +12,8 @@ an error, the agent reads itself: then with all patience, and the error is the a
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import mmap
 import os
 import select
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 from snapagent.lazy.fill import BUFFER_BYTES, LocalReader
 from snapagent.linux.memfds import make_memfd
 from snapagent.linux.packets import BadPacketError, channel_pair
+from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,8 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ImageReaders", "ReaderPool", "ReaderProcess"]
 
-_MODULE: Final = "snapagent.lazy.reader"
-_ROOT: Final = Path(__file__).parents[2]
+ANSWER_S_MAX = 30.0
+"""One that reads a part for so long hangs: then the agent reads it itself, with more patience."""
+
+_CODE: Final = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r});"
+    " from snapagent.lazy.reader import main; main(*map(int, sys.argv[1:]))"
+)
 _MADV_POPULATE_WRITE: Final = 23
 """Not in `mmap` yet. Kernels before 5.14 refuse it."""
 _SEND_S_MAX: Final = 1.0
@@ -45,6 +53,8 @@ _SEND_S_MAX: Final = 1.0
 _LOOK_MS: Final = 100
 """How often who waits for an answer looks whether it is still wanted."""
 _END_S_MAX: Final = 1.0
+_OPENED_FIRST_MAX: Final = 16
+"""Images that are opened beforehand: all share their tables, and nobody waits for who starts."""
 
 
 class ReaderProcess:
@@ -64,12 +74,10 @@ class ReaderProcess:
         self._channel, theirs = channel_pair()
         try:
             self._map = mmap.mmap(fd, BUFFER_BYTES)
-            # What is not there when it is copied from takes the kernel a detour for each page.
-            with contextlib.suppress(OSError):
-                self._map.madvise(_MADV_POPULATE_WRITE)
+            _populate(self._map)
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, a module of ours
-                [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(fd)],
-                cwd=_ROOT,
+                # In the agent's own directory: what a URL or the environment names may be relative.
+                [sys.executable, "-P", "-c", _CODE, str(theirs.fileno()), str(fd)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), fd],
@@ -105,14 +113,16 @@ class ReaderProcess:
     def ask(self, values: dict[str, object], stop: threading.Event) -> bool:
         """Let it read something; tells whether it is in the buffer now.
 
-        If not, nobody writes to the buffer any more. One that does not answer before `stop` is
-        set is ended.
+        If not, nobody writes to the buffer any more. One that does not answer in time, or before
+        `stop` is set, is ended.
         """
         self.tell("read", values)
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
+        clock = SystemClock()
+        deadline_s = clock.monotonic_s() + ANSWER_S_MAX
         while not poll.poll(_LOOK_MS):
-            if stop.is_set():
+            if stop.is_set() or clock.monotonic_s() > deadline_s:
                 self._end()
                 return False
         try:
@@ -128,11 +138,15 @@ class ReaderProcess:
         self._process.kill()
         self._process.wait()
 
-    def close(self) -> None:
-        """End it. Memory stays for those that still refer to it."""
+    def dismiss(self) -> None:
+        """Let it end, without waiting for that; nobody may ask it any more."""
         self._channel.close()
+
+    def close(self, timeout_s: float = _END_S_MAX) -> None:
+        """End it. Memory stays for those that still refer to it."""
+        self.dismiss()
         try:
-            self._process.wait(_END_S_MAX)
+            self._process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
             # It reads from a store that does not answer; it has nothing that could be lost.
             self._end()
@@ -149,17 +163,23 @@ class ReaderPool:
         self.count = count
         self._lock = threading.Lock()
         self._free: list[ReaderProcess] = []
+        self._used: set[ReaderProcess] = set()
+        self._missing = count
+        """Those that neither wait nor are in use: that could not be started."""
         self._is_open = False
 
     def start(self) -> None:
-        """Start all of them; they need a moment until they read. Those that cannot be are missed.
+        """Start all of them; they need a moment until they read.
 
-        The next restore tries it again.
+        Those that cannot be are missed, until somebody who needs one tries it again.
         """
-        self._is_open = True
-        with contextlib.suppress(OSError):
-            for _ in range(self.count):
-                self.give(ReaderProcess())
+        with self._lock:
+            self._is_open = True
+        started: list[ReaderProcess] = []
+        while (process := self._start_missing()) is not None:
+            started.append(process)
+        for process in started:
+            self.give(process)
 
     @property
     def pids(self) -> list[int]:
@@ -168,26 +188,47 @@ class ReaderPool:
             return [process.pid for process in self._free if process.is_alive]
 
     def tell(self, kind: str, values: dict[str, object]) -> None:
-        """Say something to all that nobody uses."""
+        """Say something to all, also to those in use, which do it next."""
         with self._lock:
-            free = self._free.copy()
-        for process in free:
+            everyone = [*self._free, *self._used]
+        for process in everyone:
             process.tell(kind, values)
 
     def take(self) -> ReaderProcess | None:
         """Take one for this thread alone; none if all are in use. One that has died is replaced."""
         with self._lock:
             process = self._free.pop() if self._free else None
-        if process is None or process.is_alive:
-            return process
-        process.close()
-        with contextlib.suppress(OSError):
-            return ReaderProcess()
-        return None
+            if process is not None and process.is_alive:
+                self._used.add(process)
+                return process
+            if process is not None:
+                self._missing += 1
+        if process is not None:
+            process.close()
+        return self._start_missing()
+
+    def _start_missing(self) -> ReaderProcess | None:
+        """Start one and take it, if one is missing and that can be done."""
+        with self._lock:
+            if not self._is_open or not self._missing:
+                return None
+            self._missing -= 1
+        process = None
+        try:
+            with contextlib.suppress(OSError):
+                process = ReaderProcess()
+        finally:
+            with self._lock:
+                if process is None:
+                    self._missing += 1
+                else:
+                    self._used.add(process)
+        return process
 
     def give(self, process: ReaderProcess) -> None:
         """Give one back."""
         with self._lock:
+            self._used.discard(process)
             if self._is_open:
                 self._free.append(process)
                 return
@@ -198,8 +239,13 @@ class ReaderPool:
         with self._lock:
             self._is_open = False
             free, self._free = self._free, []
+        # All at once, however many hang.
+        clock = SystemClock()
+        deadline_s = clock.monotonic_s() + _END_S_MAX
         for process in free:
-            process.close()
+            process.dismiss()
+        for process in free:
+            process.close(deadline_s - clock.monotonic_s())
 
     def __enter__(self) -> Self:
         self.start()
@@ -224,7 +270,7 @@ class ImageReaders:
         paths: Mapping[str, str],
         files: Mapping[str, PagesFile],
     ) -> None:
-        """Let those that are free open the images, with what they need for reading.
+        """Let the processes open images, with what they need for reading.
 
         Args:
             pool: Must be open until this is closed.
@@ -236,7 +282,7 @@ class ImageReaders:
         self._source: dict[str, object] = dict(source._asdict())
         self._paths = paths
         self._files = files
-        for path in paths.values():
+        for path in itertools.islice(paths.values(), _OPENED_FIRST_MAX):
             pool.tell("open", {**self._source, "path": path})
 
     def reader(self, stop: threading.Event) -> PartReader:
@@ -287,3 +333,19 @@ class _SharedReader:
 
     def close(self) -> None:
         self._images.give_back(self._process)
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Get all of its pages.
+
+    What is not there when it is copied from takes the kernel a detour for each page, and if it
+    cannot be had then, whoever touches it is killed.
+
+    Raises:
+        OSError: There is no such memory.
+    """
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise

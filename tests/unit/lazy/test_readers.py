@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,15 +15,17 @@ import numpy as np
 import pytest
 
 import snapstore
+from snapagent.lazy import readers as lazy_readers
 from snapagent.lazy.fill import BUFFER_BYTES, LocalReader, Part, PartReader
 from snapagent.lazy.reader import Source
 from snapagent.lazy.readers import ImageReaders, ReaderPool
 from snapagent.linux.processes import wait_for_ends
 from snapstore import Integrity, SnapshotFile, Store, StoreOptions
+from snapstore.clock import SystemClock
 from snapstore.errors import DigestMismatch
 from snapstore.units import KIB, MIB
 from tests.support.damage import REPOSITORY
-from tests.support.processes import stop_process
+from tests.support.processes import open_fds, open_files, stop_process
 from tools.bench.gen import PAGE, pages
 
 pytestmark = pytest.mark.slow
@@ -207,6 +210,116 @@ def test_stopping_does_not_wait_for_one(pool: ReaderPool, stored: Stored) -> Non
     os.close(pidfd)
     reader.close()
     assert readable(pool, stored)
+
+
+def test_one_that_hangs_is_not_waited_for(
+    pool: ReaderPool, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: the agent reads the part itself when one takes too long, though nobody stops it."""
+    monkeypatch.setattr(lazy_readers, "ANSWER_S_MAX", 0.2)
+    before = set(pool.pids)
+    reader = readers_of(pool, stored).reader(threading.Event())
+    (victim,) = before - set(pool.pids)
+    stop_process(victim)
+    check(reader, in_parts(stored)[1], stored)
+    reader.close()
+    monkeypatch.undo()
+    assert readable(pool, stored)
+    assert victim not in pool.pids
+
+
+def test_those_that_could_not_be_started_are_later(stored: Stored) -> None:
+    """Goal: a moment without processes to be had costs no reader for ever.
+
+    Method: start the pool, and use one that has died, where there is no descriptor left.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    pool = ReaderPool(2)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_fds(), limits[1]))
+        pool.start()
+        assert pool.pids == []
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        readers = readers_of(pool, stored)
+        reader = readers.reader(threading.Event())
+        assert not isinstance(reader, LocalReader)
+        reader.close()
+        assert readable(pool, stored)
+        end(pool.pids[-1])
+        readers = readers_of(pool, stored)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_fds() - 2, limits[1]))
+        reader = readers.reader(threading.Event())
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert isinstance(reader, LocalReader)
+        reader.close()
+        assert readable(pool, stored)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        pool.close()
+
+
+def test_a_process_in_use_forgets_what_others_had_it_open(stored: Stored) -> None:
+    """Goal: restores that overlap leave nothing open in the processes."""
+    stop, part = threading.Event(), in_parts(stored)[0]
+    with ReaderPool(1) as pool:
+        (pid,) = pool.pids
+        readers = readers_of(pool, stored)
+        reader = readers.reader(stop)
+        check(reader, part, stored)
+        reader.close()
+        with_none = 0
+        for count in range(8):
+            # The process is told to open this one's, and reads for another when that is over.
+            other = stored.source._replace(url=f"file://{stored.folder}/{'./' * count}store")
+            first = readers_of(pool, stored, other)
+            second = readers_of(pool, stored)
+            reader = second.reader(stop)
+            check(reader, part, stored)
+            first.close()
+            # It does what it was told in order.
+            check(reader, part, stored)
+            with_none = with_none or len(open_files(pid))
+            reader.close()
+        assert len(open_files(pid)) <= with_none
+
+
+def test_many_images_are_opened_at_once(stored: Stored) -> None:
+    """Goal: a dump of many processes does not wait until those that read have started."""
+    with ReaderPool(1) as pool:
+        (pid,) = pool.pids
+        stop_process(pid)
+        paths = {f"pages-{number}.img": f"dump/pages-{number}.img" for number in range(1000)}
+        ImageReaders(pool, stored.source, paths, {})
+        assert pool.pids == [pid]
+
+
+def test_closing_waits_once_for_all_that_hang() -> None:
+    clock = SystemClock()
+    with ReaderPool(4) as pool:
+        pids = pool.pids
+        for pid in pids:
+            stop_process(pid)
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        began_s = clock.monotonic_s()
+    assert clock.monotonic_s() - began_s < 3
+    assert wait_for_ends(pidfds, 0) == []
+    for pidfd in pidfds:
+        os.close(pidfd)
+
+
+def test_paths_in_urls_may_be_relative(
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: they mean the same to the processes as to the agent, such as a node's cache."""
+    monkeypatch.chdir(tmp_path)
+    options = StoreOptions(node_cache=Path("cache"))
+    with snapstore.open_store(stored.store.url, options) as store, ReaderPool(1) as pool:
+        readers = readers_of(pool, Stored(stored.folder, stored.data, store))
+        process = pool.take()
+        assert process is not None
+        assert readers.read(process, in_parts(stored)[0], threading.Event())
+        pool.give(process)
+    assert (tmp_path / "cache").is_dir()
 
 
 def test_a_store_that_only_the_agent_can_open(pool: ReaderPool, stored: Stored) -> None:
