@@ -315,11 +315,12 @@ class Restoration:
         self._begin_external(target.external)
         streamer = RestoreStreamer(work, StreamedImages(target.images, facts), self._fail)
         self._stack.callback(streamer.close)
-        self._lazy = self._make_lazy(work)
-        self._stack.callback(self._lazy.close)
+        # Before what they wait for, so that this is closed first: closing them waits for them.
         self._stack.enter_context(
             ScriptHooks(work, {"pre-resume": self._before_resume}, self._fail)
         )
+        self._lazy = self._make_lazy(work)
+        self._stack.callback(self._lazy.close)
         streamer.start()
         self._lazy.start()
         argv += program.restore_arguments(

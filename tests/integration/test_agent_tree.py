@@ -15,7 +15,7 @@ from tests.support.agent import AGENT_S_MAX, FRESH, Agent, succeeded
 from tests.support.daemon import running_daemon
 from tests.support.network_locks import without_network_locks
 from tests.support.placeholder import placeholder_container
-from tests.support.processes import end_processes_in
+from tests.support.processes import end_processes_in, stop_process
 from tests.support.s3_proxy import Proxy
 from tests.support.supervised import inside_network
 from tests.support.tree import MEMBERS, ProcessTree, TreeSizes
@@ -92,6 +92,24 @@ def test_other_processes_read_its_memory(agent: Agent, process_tree: ProcessTree
         tree.end()
         assert len(set(agent.processes_named(READER)) - set(killed)) == 2
         assert daemon.get("/v1/status")["readers"] == 2
+
+
+def test_cancelled_while_those_that_read_hang(agent: Agent, process_tree: ProcessTree) -> None:
+    """Goal: a restore that waits for processes that hang can be cancelled, and ends them."""
+    tree = process_tree
+    with without_network_locks():
+        agent.capture_and_stop("tree", tree.pid, tree.processes())
+    with agent.nothing_left(tree.home), running_daemon(agent, "readers = 2\n") as daemon:
+        wait_until(lambda: len(agent.processes_named(READER)) == 2, "both have their name")
+        hung = agent.processes_named(READER)
+        for pid in hung:
+            stop_process(pid)
+        job = daemon.begin("/v1/restores", name="tree", network="fresh", pids="fresh", eager=True)
+        wait_until(lambda: daemon.get("/v1/status")["readers"] == 0, "both are asked")
+        assert daemon.ask("DELETE", job).status == 200
+        assert daemon.await_end(job)["state"] == "cancelled"
+        wait_until(lambda: not set(hung) & set(agent.processes()), "they are ended", seconds=10)
+    assert tree.wrong_memory() == ""
 
 
 def test_a_total_is_expected(agent: Agent, process_tree: ProcessTree) -> None:
