@@ -437,11 +437,13 @@ class Restoration:
     def _make_lazy(self, work: Path) -> LazyPages:
         request, threads = self._request, self._store.options.threads_effective
         images = self._images
-        if self._readers is not None:
-            # What is read elsewhere is only copied here.
-            threads = self._readers.count
-        elif self._fills_first:
+        if self._fills_first:
             threads = min(threads, _FIRST_THREADS_MAX)
+        if self._readers is not None:
+            # What is read elsewhere is only copied here. But a service lets each read wait, so that
+            # as many are to wait at once as without.
+            is_service = self._store.url.startswith("s3:")
+            threads = max(self._readers.count, threads if is_service else 0)
         return LazyPages(
             work,
             self._facts.tasks,
