@@ -110,10 +110,13 @@ class Reader:
         return self._opened[source].file(packet.text("path"))
 
     def _open(self, packet: Packet) -> None:
-        """Open a file, with the tables that reading it needs."""
+        """Open a file, with the tables that reading it needs.
+
+        Not into the buffer: somebody else may still copy from that.
+        """
         with contextlib.suppress(snapstore.SnapError):
             file = self._file(packet)
-            file.read_into(0, self._buffer[: min(1, file.size_bytes)])
+            file.read_into(0, bytearray(min(1, file.size_bytes)))
 
     def _read(self, packet: Packet) -> bool:
         offset, length = packet.number("offset"), packet.number("length")

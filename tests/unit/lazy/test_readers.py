@@ -283,6 +283,26 @@ def test_a_process_in_use_forgets_what_others_had_it_open(stored: Stored) -> Non
         assert len(open_files(pid)) <= with_none
 
 
+def test_what_was_read_stays_until_the_next_part(stored: Stored) -> None:
+    """Goal: a restore that begins changes nothing that another one is about to copy.
+
+    Method: tell a process in use to open an image that begins with another byte than the part.
+    """
+    part = next(part for part in in_parts(stored) if stored.data[part.offset] != stored.data[0])
+    with ReaderPool(1) as pool:
+        process = pool.take()
+        assert process is not None
+        readers, stop = readers_of(pool, stored), threading.Event()
+        assert readers.read(process, part, stop)
+        process.tell("open", {**stored.source._asdict(), "path": PATH})
+        # It does what it was told in order, and this it cannot do.
+        nowhere = part._replace(offset=len(stored.data))
+        assert not readers.read(process, nowhere, stop)
+        with process.view[: part.length] as found:
+            assert found == stored.data[part.offset : part.offset + part.length]
+        pool.give(process)
+
+
 def test_many_images_are_opened_at_once(stored: Stored) -> None:
     """Goal: a dump of many processes does not wait until those that read have started."""
     with ReaderPool(1) as pool:
