@@ -70,6 +70,8 @@ make_environment() {
     local python
     "$venv/bin/python" -c 'import pip' 2>/dev/null && grep -qxF "$root" "$stamp" 2>/dev/null && return 0
     python=$(find_python)
+    # Clearing it would empty what it points to.
+    [ ! -L "$venv" ] || fail ".venv is a link, to $(readlink "$venv"): remove it"
     say "making .venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
 }

@@ -42,8 +42,9 @@ __all__ = ["ImageReaders", "ReaderPool", "ReaderProcess"]
 ANSWER_S_MAX = 30.0
 """One that reads a part for so long hangs: then the agent reads it itself, with more patience."""
 
+_ROOT: Final = str(Path(__file__).parents[2])
 _CODE: Final = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r});"
+    f"import sys; {_ROOT!r} in sys.path or sys.path.insert(0, {_ROOT!r});"
     " from snapagent.lazy.reader import main; main(*map(int, sys.argv[1:]))"
 )
 _MADV_POPULATE_WRITE: Final = 23
@@ -53,8 +54,6 @@ _SEND_S_MAX: Final = 1.0
 _LOOK_MS: Final = 100
 """How often who waits for an answer looks whether it is still wanted."""
 _END_S_MAX: Final = 1.0
-_OPENED_FIRST_MAX: Final = 16
-"""Images that are opened beforehand: all share their tables, and nobody waits for who starts."""
 
 
 class ReaderProcess:
@@ -270,7 +269,7 @@ class ImageReaders:
         paths: Mapping[str, str],
         files: Mapping[str, PagesFile],
     ) -> None:
-        """Let the processes open images, with what they need for reading.
+        """Let the processes open an image, with what they need for reading that all images share.
 
         Args:
             pool: Must be open until this is closed.
@@ -282,7 +281,7 @@ class ImageReaders:
         self._source: dict[str, object] = dict(source._asdict())
         self._paths = paths
         self._files = files
-        for path in itertools.islice(paths.values(), _OPENED_FIRST_MAX):
+        for path in itertools.islice(paths.values(), 1):
             pool.tell("open", {**self._source, "path": path})
 
     def reader(self, stop: threading.Event) -> PartReader:
