@@ -345,6 +345,27 @@ def test_paths_may_be_relative(
         assert store.cache.stats().packs.used_bytes > MIB
 
 
+def test_paths_may_be_any_bytes(stored: Stored, tmp_path: Path) -> None:
+    """Goal: an image in a directory whose name is no text, as of a dump that was pushed."""
+    path = os.fsdecode(b"tree/d\xff\xc3(mp/" + IMAGE.encode())
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_bytes(stored.data[: 2 * MIB])
+    path = path.removeprefix("tree/")
+    stored.store.push(tmp_path / "tree", "b/odd")
+    snapshot = stored.store.snapshot("b/odd")
+    source = stored.source._replace(name=f"b/odd@b3:{snapshot.id.hex}")
+    file = snapshot.open(os.fsencode(path))
+    part = Part(IMAGE, MIB, MIB, is_zeros=False)
+    with ReaderPool(1) as pool:
+        readers = ImageReaders(pool, source, {IMAGE: path}, {IMAGE: file})
+        process = pool.take()
+        assert process is not None
+        assert readers.read(process, part, threading.Event())
+        with process.view[:MIB] as found:
+            assert found == stored.data[MIB : 2 * MIB]
+        pool.give(process)
+
+
 def test_a_store_that_only_the_agent_can_open(pool: ReaderPool, stored: Stored) -> None:
     """Goal: it reads by itself."""
     other = stored.source._replace(url=f"file://{stored.folder}/moved")
