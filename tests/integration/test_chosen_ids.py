@@ -50,7 +50,8 @@ def test_a_job_has_the_id_that_was_chosen(daemon: Daemon) -> None:
     assert daemon.get("/v1/history")["entries"][0]["id"] == MINE
     # Not even when it is forgotten: the new entry would hide the old one.
     daemon.await_end(daemon.begin("/v1/restores", name="none"))
-    assert daemon.ask("GET", job).status == 404
+    # Which is done a moment after the other one shows that it has ended.
+    wait_until(lambda: daemon.ask("GET", job).status == 404, "it is forgotten")
     again = daemon.await_end(daemon.begin("/v1/restores", name="none", id=MINE))
     assert again["error"]["code"] == "JobExists"
     assert len(daemon.get("/v1/history")["entries"]) == 2
