@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from snapstore.backend.http_pool import Timeouts
+from snapstore.backend.http_pool import HttpPool, Timeouts
+from snapstore.clock import SystemClock
 from snapstore.errors import (
     AccessDenied,
     IntegrityError,
@@ -103,8 +104,16 @@ def bench(s3: S3Server, s3_bucket: str, small_tree: Path) -> Iterator[Bench]:
 
 @pytest.fixture(autouse=True)
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a silent server up after half a second."""
+    """Give a silent server up after half a second, on the wall's clock.
+
+    On a clock whose pauses take no time, the pause of one thread would make requests of all others
+    look as if they had taken that long.
+    """
     monkeypatch.setattr("snapstore.backend.s3.Timeouts", lambda: SHORT)
+    monkeypatch.setattr(
+        "snapstore.backend.s3.HttpPool",
+        lambda _, **settings: HttpPool(SystemClock(), **settings),
+    )
 
 
 def opened(url: str) -> Store:
