@@ -38,7 +38,6 @@ __all__ = [
     "check_store",
     "load_settings",
     "notify_socket",
-    "readers_default",
     "settings_table",
     "unknown_variables",
 ]
@@ -141,7 +140,7 @@ class AgentConfig:
             run_directory=Path(settings.run_directory),
             state_directory=Path(settings.state_directory),
             broker_socket=Path(settings.broker_socket) if settings.broker_socket else None,
-            readers=readers_default() if settings.readers == "auto" else settings.readers,
+            readers=_readers_default() if settings.readers == "auto" else settings.readers,
         )
 
 
@@ -356,7 +355,7 @@ _READERS_CORES_MIN: Final = 8
 """On fewer, processes would take from each other what threads do."""
 
 
-def readers_default() -> int:
+def _readers_default() -> int:
     """How many processes read memory for restores on this machine."""
     cores = len(os.sched_getaffinity(0))
     return min(cores // 4, _READERS_MAX) if cores >= _READERS_CORES_MIN else 0

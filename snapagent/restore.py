@@ -75,9 +75,16 @@ if TYPE_CHECKING:
     from snapagent.memory.placement import Rank, SessionPlace
     from snapagent.preflight import Obstacle
     from snapagent.restore_images import DumpFacts
-    from snapstore import Progress, ProgressCallback, Snapshot, Store
+    from snapstore import Progress, ProgressCallback, Snapshot, SnapshotId, Store
 
-__all__ = ["Restoration", "RestoreRequest", "RestoreResult", "find_obstacles", "restore"]
+__all__ = [
+    "Restoration",
+    "RestoreRequest",
+    "RestoreResult",
+    "exact_name",
+    "find_obstacles",
+    "restore",
+]
 
 _HINT_TOPIC = "page-order"
 _HINT_BYTES_MAX = 16 << 20
@@ -234,7 +241,6 @@ class Restoration:
         self._released = False
         self._started: Supervisor | None = None
         self._external: RegionFill | None = None
-        self._readers: ReaderPool | None = None
         self._images: ImageReaders | None = None
         self._admissions: Admissions | None = None
         self.root_pid = 0
@@ -363,15 +369,15 @@ class Restoration:
         if pool is None or not pool.count:
             return
         files = {memory.image: memory.file for memory in self._facts.tasks.values()}
-        options, name = self._store.options, snapstore.parse_snapshot_ref(self._request.name)
+        options = self._store.options
         source = Source(
             url=self._store.url,
-            name=str(snapstore.SnapshotRef(name.ref, self._snapshot.id)),
+            name=exact_name(self._request.name, self._snapshot.id),
             integrity=options.integrity.value,
             node_cache=str(options.node_cache or ""),
         )
         paths = {image: images.path(image) for image in files}
-        self._readers, self._images = pool, ImageReaders(pool, source, paths, files)
+        self._images = ImageReaders(pool, source, paths, files)
         self._stack.callback(self._images.close)
 
     def _begin_external(self, places: Sequence[tuple[Rank, SessionPlace]]) -> None:
@@ -439,11 +445,10 @@ class Restoration:
         images = self._images
         if self._fills_first:
             threads = min(threads, _FIRST_THREADS_MAX)
-        if self._readers is not None:
+        if images is not None:
             # What is read elsewhere is only copied here. But a service lets each read wait, so that
             # as many are to wait at once as without.
-            is_service = self._store.url.startswith("s3:")
-            threads = max(self._readers.count, threads if is_service else 0)
+            threads = max(images.count, threads if self._store.is_service else 0)
         return LazyPages(
             work,
             self._facts.tasks,
@@ -639,6 +644,11 @@ class _Target:
     place: Place
     external: Sequence[tuple[Rank, SessionPlace]]
     cuda: CudaFacts | None
+
+
+def exact_name(name: str, snapshot: SnapshotId) -> str:
+    """Return how to name exactly this snapshot, whatever the name that it was found by means."""
+    return str(snapstore.SnapshotRef(snapstore.parse_snapshot_ref(name).ref, snapshot))
 
 
 def _look_up(store: Store, request: RestoreRequest) -> _Target:

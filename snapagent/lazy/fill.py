@@ -33,6 +33,7 @@ __all__ = [
     "WorkList",
     "left_over",
     "plan_parts",
+    "read_part",
 ]
 
 BUFFER_BYTES: Final = 16 << 20
@@ -94,6 +95,16 @@ class PartReader(Protocol):
         ...
 
 
+def read_part(files: Mapping[str, PagesFile], part: Part, buffer: memoryview) -> None:
+    """Read a part in this process, to the beginning of a buffer.
+
+    Raises:
+        SnapError: It cannot be had.
+    """
+    with buffer[: part.length] as view:
+        files[part.image].read_into(part.offset, view, streaming=True)
+
+
 class LocalReader:
     """Reads by itself, into a buffer of its own."""
 
@@ -104,8 +115,7 @@ class LocalReader:
 
     def read(self, part: Part) -> None:
         """Bring a part to the beginning of the buffer."""
-        with self.view[: part.length] as view:
-            self._files[part.image].read_into(part.offset, view, streaming=True)
+        read_part(self._files, part, self.view)
 
     def close(self) -> None:
         """Give the buffer back."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import mmap
 import os
 import select
@@ -23,14 +22,13 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from snapagent.lazy.fill import BUFFER_BYTES, LocalReader
+from snapagent.lazy.fill import BUFFER_BYTES, LocalReader, read_part
 from snapagent.linux.memfds import make_memfd
 from snapagent.linux.packets import BadPacketError, channel_pair
 from snapstore.clock import SystemClock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
     from typing import Self
 
     from snapagent.lazy.fill import Part, PartReader
@@ -174,10 +172,7 @@ class ReaderPool:
         """
         with self._lock:
             self._is_open = True
-        started: list[ReaderProcess] = []
         while (process := self._start_missing()) is not None:
-            started.append(process)
-        for process in started:
             self.give(process)
 
     @property
@@ -250,12 +245,7 @@ class ReaderPool:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -281,8 +271,14 @@ class ImageReaders:
         self._source: dict[str, object] = dict(source._asdict())
         self._paths = paths
         self._files = files
-        for path in itertools.islice(paths.values(), 1):
-            pool.tell("open", {**self._source, "path": path})
+        first = next(iter(paths.values()), None)
+        if first is not None:
+            pool.tell("open", self._source | {"path": first})
+
+    @property
+    def count(self) -> int:
+        """How many processes there are, for this restore and others."""
+        return self._pool.count
 
     def reader(self, stop: threading.Event) -> PartReader:
         """Return what reads for one thread: a process, or if none is free, that thread itself."""
@@ -296,10 +292,9 @@ class ImageReaders:
         place = {"path": self._paths[part.image], "offset": part.offset, "length": part.length}
         return process.ask(self._source | place, stop)
 
-    def read_here(self, part: Part, view: memoryview) -> None:
+    def read_here(self, part: Part, buffer: memoryview) -> None:
         """Read a part in this process."""
-        with view[: part.length] as target:
-            self._files[part.image].read_into(part.offset, target, streaming=True)
+        read_part(self._files, part, buffer)
 
     def give_back(self, process: ReaderProcess) -> None:
         """Let others have a process."""

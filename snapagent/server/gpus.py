@@ -14,7 +14,8 @@ from snapagent.errors import GpuUnavailable
 from snapagent.gpu.arena import SLOT_BYTES
 from snapagent.memory.warming import warm_external, warm_threads
 from snapagent.precedence import Precedence
-from snapstore import SnapError
+from snapagent.restore import exact_name
+from snapstore import SnapError, SnapshotId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,8 +95,8 @@ class DaemonGpus:
         sources = done.external_sources
         if done.gpu_bottleneck is None or not (sources["store"] or sources["cache"]):
             return
-        base = done.name.partition("@")[0].partition(":")[0]
-        one = _Restored(store, integrity, f"{base}@b3:{done.snapshot}")
+        name = exact_name(done.name, SnapshotId.parse(done.snapshot))
+        one = _Restored(store, integrity, name)
         with self._lock:
             if one in self._waiting:
                 return

@@ -62,6 +62,11 @@ class Capabilities:
     readers_in_parallel: int
     read_bytes_best: int
 
+    @property
+    def is_service(self) -> bool:
+        """Whether requests go to a service, which lets each wait and is busy at times."""
+        return self.url.startswith("s3:")
+
 
 class Backend(Protocol):
     """A place for objects. Every method may block and may be called from any thread at once.

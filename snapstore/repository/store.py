@@ -90,6 +90,11 @@ class Store:
         return self._backend.capabilities.url
 
     @property
+    def is_service(self) -> bool:
+        """Whether each read waits for a service, so that it pays to have several under way."""
+        return self._backend.capabilities.is_service
+
+    @property
     def options(self) -> StoreOptions:
         """How the store is worked with."""
         return self._options
@@ -596,8 +601,9 @@ def _opened(backend: Backend, config: StoreConfig, options: StoreOptions, clock:
 
 def _patient(backend: Backend, clock: Clock, options: StoreOptions) -> Backend:
     """Try again what the storage says may succeed later; a busy service for two minutes."""
-    is_service = backend.capabilities.url.startswith("s3:")
-    policy = RetryPolicy(attempts_max=15, total_s_max=120.0) if is_service else RetryPolicy()
+    policy = RetryPolicy()
+    if backend.capabilities.is_service:
+        policy = RetryPolicy(attempts_max=15, total_s_max=120.0)
     if options.patience_s is not None:
         total_s = min(options.patience_s, policy.total_s_max)
         policy = dataclasses.replace(policy, total_s_max=total_s)

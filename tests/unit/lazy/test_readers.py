@@ -24,7 +24,7 @@ from snapstore import Integrity, SnapshotFile, Store, StoreOptions
 from snapstore.clock import SystemClock
 from snapstore.errors import DigestMismatch
 from snapstore.units import KIB, MIB
-from tests.support.damage import REPOSITORY
+from tests.support.damage import REPOSITORY, flip
 from tests.support.processes import open_files, stop_process
 from tools.bench.gen import PAGE, pages
 
@@ -63,12 +63,9 @@ class Stored:
     def flipped(self) -> Iterator[None]:
         """Flip a bit in the middle of the largest pack."""
         pack = max((self.folder / "store" / "packs").rglob("*"), key=lambda p: p.stat().st_size)
-        kept = pack.read_bytes()
-        spoilt = bytearray(kept)
-        spoilt[len(spoilt) // 2] ^= 1
-        pack.write_bytes(spoilt)
+        flip(pack)
         yield
-        pack.write_bytes(kept)
+        flip(pack)
 
 
 @pytest.fixture(scope="module")
